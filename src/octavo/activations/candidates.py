@@ -1,8 +1,6 @@
 """Decide which modules of a model can store their activations in FP8, or run fused kernels, and how.
 
-Norms, gated MLPs and activation functions are recognized by their code (`octavo.activations.detect`). Any other module
-that owns matrices keeps its own forward under hooks that compress what it saves (`octavo.activations.saved_tensors`). A
-module that contains a stack of blocks has no such hooks, which would hold what the whole model saves until it returns.
+A module that contains a stack of blocks gets no hooks, which would hold what the whole model saves until it returns.
 """
 
 from collections.abc import Iterator
@@ -26,10 +24,9 @@ from octavo.runtime.blocks import find_stacks
 from octavo.runtime.linear_kinds import kind_of
 from octavo.runtime.swap import has_own_forward, is_fully_sharded
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules that are not called."""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # Modules that are not called
+# Modules whose saved tensors stay unchanged: recurrences, tables, and TorchScript
 _EXCLUDED = (nn.RNNBase, nn.Embedding, nn.EmbeddingBag, torch.jit.ScriptModule)
-"""Modules whose saved tensors stay unchanged: recurrences, tables, and TorchScript."""
 
 
 def storable(model: nn.Module) -> dict[str, Storage | str]:
@@ -42,8 +39,7 @@ def storable(model: nn.Module) -> dict[str, Storage | str]:
         storage = _storage(module, id(module) in owners)
         if storage is not None:
             storages[fqn] = storage
-    glus = [fqn for fqn, storage in storages.items() if isinstance(storage, Glu)]
-    parts = {f"{fqn}.{child}" for fqn in glus for child in (storages[fqn].activation,)}  # type: ignore[union-attr]
+    parts = {f"{fqn}.{storage.activation}" for fqn, storage in storages.items() if isinstance(storage, Glu)}
     return {fqn: storage for fqn, storage in storages.items() if fqn not in parts}
 
 
@@ -76,8 +72,7 @@ def _storage(module: nn.Module, owns_matrices: bool) -> Storage | str | None:
         return f"{owner.__name__} is sharded by fully_shard already: convert before sharding"
     if has_own_forward(module):
         return (
-            f"{owner.__name__} has a forward that was replaced on the instance (for example by accelerate), so it "
-            "would not be used"
+            f"{owner.__name__} has a forward that was replaced on the instance, as by accelerate: it would not be used"
         )
     return spec
 
@@ -102,10 +97,7 @@ def _why_unknown(module: nn.Module, owner: type) -> str | None:
     others = ("batchnorm", "groupnorm", "instancenorm")
     if not simple or not any(part in name for part in resembling) or any(part in name for part in others):
         return None
-    return (
-        f"{owner.__name__} has a forward that is not recognized, so it keeps its own; declare it with "
-        "octavo.nn.register"
-    )
+    return f"{owner.__name__} has a forward that is not recognized, so it keeps its own; declare it: octavo.nn.register"
 
 
 def _owners_of_matrices(modules: dict[str, nn.Module]) -> Iterator[nn.Module]:

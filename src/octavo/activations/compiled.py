@@ -1,18 +1,12 @@
 """Activations saved in FP8 under `torch.compile`, where a graph and not autograd decides what forward saves.
 
-Each module computes its formula f twice, and AOTAutograd's partitioner moves the second one into backward:
-
     y  = f(x)            without a gradient: the result
-    y' = f(x')           with a gradient, at x' = dequantize(quantize(x)), rounded as eager mode rounds it
+    y' = f(x')           with a gradient, at x' = dequantize(quantize(x)): the partitioner moves it into backward
     out = y, ∂out = ∂y'  so that backward depends on x through its FP8 copy only, the smallest cut of the graph
 
-Linears that read `out` compute their weight gradient from y', which the op `restored` returns. AOTAutograd traces the
-forward of a whole graph in order, so a table from the storage of `out` to y', which exists only while it traces,
-connects the two. A linear in another graph than its producer saves its own input. Rejected: PyTorch's pass
-`activation_quantization_aten_pass`, which would round q, k and the output of attention too.
+Linears that read `out` compute their weight gradient from y', which the op `restored` finds by the storage of `out`
+while AOTAutograd traces. PyTorch's `activation_quantization_aten_pass` would round q, k and attention's output too.
 """
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +26,7 @@ class _Stored(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, center: bool, source: Tensor | None) -> Tensor:
+    def forward(ctx: object, x: Tensor, bias: Tensor | None, center: bool, source: Tensor | None) -> Tensor:
         if source is not None:
             centered = x - x.mean(-1, keepdim=True, dtype=torch.float32) if center else x
             return _ROUNDED(centered, x.dtype, source)
@@ -42,7 +36,7 @@ class _Stored(torch.autograd.Function):
         return _ROUNDED(x - bias, x.dtype) + bias
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None, None, None
 
 
@@ -50,11 +44,11 @@ class _Combined(torch.autograd.Function):
     """The values of y and the gradient of y'; readers find y' by `restored`."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, restored: Tensor) -> Tensor:
+    def forward(ctx: object, y: Tensor, restored: Tensor) -> Tensor:
         return _RESTORABLE(y, restored)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, grad
 
 

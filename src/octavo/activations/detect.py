@@ -1,16 +1,12 @@
-"""Detect norms, gated MLPs and activation functions by the code of their `forward`.
+"""Detect norms, gated MLPs and activation functions: code with the formula of a method below, up to attributes' names.
 
-    spec_of(LlamaRMSNorm)    Norm(weight="weight", eps="variance_epsilon")
-    spec_of(LlamaMLP)        Glu(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
-
-The formula of a class (`octavo.activations.formulas`) is compared with the formulas of the methods below, up to the
-names of attributes. Class names do not matter, and nothing is run. The result names the attribute of each role, which
-is read at each call of the module. `octavo.nn.register(MyNorm, Norm(...))` declares what another class computes
-(`octavo.activations.verify`).
+spec_of(a LlamaRMSNorm)    Norm(weight="weight", eps="variance_epsilon")
+spec_of(a LlamaMLP)        Glu(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
 """
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -18,15 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from octavo.activations.formulas import Expression, Formula, formula_of, matches
 
-GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-"""Gate activations that have a kernel."""
+GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # Gate activations that have a kernel
 ACTIVATIONS = (*GLU_ACTIVATIONS, "quick_gelu")
-ORIGINAL = "octavo_original"
-"""Attribute of the class of a converted module: its original class."""
+ORIGINAL = "octavo_original"  # Attribute of the class of a converted module: its original class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,47 +83,46 @@ ModuleSpec = Norm | Glu | Activation
 
 
 class _Norms:
-    weight: Any
-    bias: Any
-    eps: Any
-    normalized_shape: Any
-    with_scale: Any
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    normalized_shape: list[int]
 
-    def layer_norm(self, x: Any) -> Any:
+    def layer_norm(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
-    def rms_norm(self, x: Any) -> Any:
+    def rms_norm(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
-    def normed(self, x: Any) -> Any:
+    def normed(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
-    def llama(self, x: Any) -> Any:
+    def llama(self, x: Tensor) -> Tensor:
         return self.weight * self.normed(x.to(torch.float32)).to(x.dtype)
 
-    def olmo(self, x: Any) -> Any:
+    def olmo(self, x: Tensor) -> Tensor:
         return (self.weight * self.normed(x.to(torch.float32))).to(x.dtype)
 
-    def helium(self, x: Any) -> Any:
+    def helium(self, x: Tensor) -> Tensor:
         y = self.normed(x.to(torch.float32))
         return (self.weight.to(torch.float32) * y).to(x.dtype)
 
-    def moshi(self, x: Any) -> Any:
+    def moshi(self, x: Tensor) -> Tensor:
         return (self.normed(x.float()) * self.weight.float()).to(x.dtype)
 
-    def gemma(self, x: Any) -> Any:
+    def gemma(self, x: Tensor) -> Tensor:
         return (self.normed(x.float()) * (1.0 + self.weight.float())).to(x.dtype)
 
-    def llama4_l2(self, x: Any) -> Any:
+    def llama4_l2(self, x: Tensor) -> Tensor:
         return self.normed(x.float()).to(x.dtype)
 
-    def t5(self, x: Any) -> Any:
+    def t5(self, x: Tensor) -> Tensor:
         y = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.eps)
         if self.weight.dtype in [torch.float16, torch.bfloat16]:
             y = y.to(self.weight.dtype)
         return self.weight * y
 
-    def cohere(self, x: Any) -> Any:
+    def cohere(self, x: Tensor) -> Tensor:
         values = x.to(torch.float32)
         mean = values.mean(-1, keepdim=True)
         variance = (values - mean).pow(2).mean(-1, keepdim=True)
@@ -138,56 +131,56 @@ class _Norms:
 
 
 class _Glus:
-    gate: Any
-    up: Any
-    down: Any
-    act: Any
+    gate: Callable[[Tensor], Tensor]
+    up: Callable[[Tensor], Tensor]
+    down: Callable[[Tensor], Tensor]
+    act: Callable[[Tensor], Tensor]
 
-    def gate_times_up(self, x: Any) -> Any:
+    def gate_times_up(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.gate(x)) * self.up(x))
 
-    def up_times_gate(self, x: Any) -> Any:
+    def up_times_gate(self, x: Tensor) -> Tensor:
         return self.down(self.up(x) * self.act(self.gate(x)))
 
-    def silu_times_up(self, x: Any) -> Any:
+    def silu_times_up(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
-    def up_times_joint_gate(self, x: Any) -> Any:
+    def up_times_joint_gate(self, x: Tensor) -> Tensor:
         gate, up = self.gate(x).chunk(2, dim=-1)
         return self.down(up * self.act(gate))
 
-    def joint_gate_times_up(self, x: Any) -> Any:
+    def joint_gate_times_up(self, x: Tensor) -> Tensor:
         gate, up = self.gate(x).chunk(2, dim=-1)
         return self.down(self.act(gate) * up)
 
 
 class _Activations:
-    act: Any
-    inplace: Any
-    approximate: Any
+    act: Callable[[Tensor], Tensor]
+    inplace: bool
+    approximate: str
 
-    def silu(self, x: Any) -> Any:
+    def silu(self, x: Tensor) -> Tensor:
         return F.silu(x)
 
-    def silu_torch(self, x: Any) -> Any:
+    def silu_torch(self, x: Tensor) -> Tensor:
         return F.silu(x, inplace=self.inplace)
 
-    def gelu_torch(self, x: Any) -> Any:
+    def gelu_torch(self, x: Tensor) -> Tensor:
         return F.gelu(x, approximate=self.approximate)
 
-    def held(self, x: Any) -> Any:
+    def held(self, x: Tensor) -> Tensor:
         return self.act(x)
 
-    def gelu(self, x: Any) -> Any:
+    def gelu(self, x: Tensor) -> Tensor:
         return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
 
-    def gelu_tanh(self, x: Any) -> Any:
+    def gelu_tanh(self, x: Tensor) -> Tensor:
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
-    def gelu_tanh_fast(self, x: Any) -> Any:
+    def gelu_tanh_fast(self, x: Tensor) -> Tensor:
         return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 
-    def quick_gelu(self, x: Any) -> Any:
+    def quick_gelu(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
 
 
@@ -208,8 +201,8 @@ _KNOWN: list[tuple[str, type, dict[str, dict[str, Any]]]] = [
     }),
 ]  # fmt: skip
 """What the methods above compute: a kind of `ModuleSpec`, and its fields that names of attributes do not determine."""
-_FUNCTION_NAMES: dict[Any, str] = {F.silu: "silu", F.gelu: "gelu"}
-"""Functions that a module may store as its activation."""
+# Functions that a module may store as its activation
+_FUNCTION_NAMES: dict[object, str] = {F.silu: "silu", F.gelu: "gelu"}
 _REGISTERED: "weakref.WeakKeyDictionary[type, tuple[ModuleSpec, Formula]]" = weakref.WeakKeyDictionary()
 
 
@@ -223,10 +216,6 @@ def register(owner: type[nn.Module], computes: ModuleSpec) -> None:
     Args:
         owner: A module class.
         computes: A `Norm`, `Glu` or `Activation`, with the names of the attributes that play each role.
-
-    Raises:
-        TypeError: If `owner` is not a module class, or `computes` is not one of the three.
-        ValueError: If `owner` has no `forward` of its own, or the name of an activation is unknown.
 
     Examples:
         >>> import octavo, torch
@@ -273,18 +262,13 @@ def calls_one_kernel(module: nn.Module) -> bool:
     return call is not None and call[:2] in (("call", ("outside", F.layer_norm)), ("call", ("outside", F.rms_norm)))
 
 
-def uses_default_call(owner: Any) -> bool:
+def uses_default_call(owner: type) -> bool:
     """Return whether calling a module of a class calls its `forward`, and attribute access is that of `nn.Module`."""
-    default = nn.Module
-    return (
-        owner.__call__ is default.__call__
-        and owner._call_impl is default._call_impl
-        and owner.__getattr__ is default.__getattr__
-        and owner.__getattribute__ is default.__getattribute__
-    )
+    names = ("__call__", "_call_impl", "__getattr__", "__getattribute__")
+    return all(getattr(owner, name) is getattr(nn.Module, name) for name in names)
 
 
-def activation_of(module: Any) -> str | None:
+def activation_of(module: object) -> str | None:
     """Return the name in `ACTIVATIONS` of a function, or of what a module computes; None for others."""
     if not isinstance(module, nn.Module):
         return _function_name(module)
@@ -304,7 +288,7 @@ def activation_of(module: Any) -> str | None:
     return _function_name(value)
 
 
-def _function_name(function: Any) -> str | None:
+def _function_name(function: object) -> str | None:
     if isinstance(function, partial):
         tanh = function.func is F.gelu and not function.args and function.keywords == {"approximate": "tanh"}
         return "gelu_tanh" if tanh else None
@@ -312,7 +296,7 @@ def _function_name(function: Any) -> str | None:
 
 
 @cache
-def _detected_spec(owner: Any) -> tuple[ModuleSpec | None, Formula | None]:
+def _detected_spec(owner: type) -> tuple[ModuleSpec | None, Formula | None]:
     formula = formula_of(owner)
     expression = None if formula is None else formula.expression
     for spec, pattern in _patterns():
@@ -324,7 +308,7 @@ def _detected_spec(owner: Any) -> tuple[ModuleSpec | None, Formula | None]:
 
 
 @cache
-def _method(owner: Any, method: str) -> tuple[str | None, Formula | None]:
+def _method(owner: type, method: str) -> tuple[str | None, Formula | None]:
     """Return the name of the activation that a method of a class computes, and its formula."""
     formula, names = formula_of(owner, method), ("gelu", "gelu_tanh")
     if formula is None:
@@ -339,7 +323,6 @@ def _pattern(owner: type, method: str) -> Expression:
 
 @cache
 def _patterns() -> list[tuple[Any, Expression]]:
-    """Return pairs: a function that makes a spec from names of attributes, and its expression."""
     return [
         (partial(_spec, kind, fields), _pattern(owner, method))
         for kind, owner, methods in _KNOWN
@@ -348,12 +331,10 @@ def _patterns() -> list[tuple[Any, Expression]]:
 
 
 def _spec(kind: str, fields: dict[str, Any], names: dict[str, str]) -> ModuleSpec:
-    """Return the spec of code with these names of attributes in the roles of the methods above."""
-    roles: dict[str, Any]
     if kind == "norm":
-        roles = {role: names[role] for role in ("weight", "bias", "eps") if role in names}
+        roles: dict[str, Any] = {role: names[role] for role in ("weight", "bias", "eps") if role in names}
         return Norm(**(roles | fields))
     if kind == "glu":
-        roles = {"gate": names["gate"], "up": names.get("up"), "down": names["down"], "activation": names.get("act")}
-        return Glu(**(roles | fields))
+        parts = {"gate": names["gate"], "up": names.get("up"), "down": names["down"], "activation": names.get("act")}
+        return Glu(**(parts | fields))
     return Activation(**fields) if fields else Activation(attribute=names.get("approximate") or names["act"])

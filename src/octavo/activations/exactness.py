@@ -1,23 +1,13 @@
-"""Decide which saved tensors may be rounded to FP8, by the operation that saves them.
+"""Decide which saved tensors may be rounded to FP8: those of listed operations, whose gradients are well-conditioned.
 
-A tensor stays exact unless its operation is listed here. The listed operations have gradients that are
-well-conditioned in the tensor: a relative error of 2⁻⁴ in an element changes its contribution by at most 2⁻⁴.
+    product with a weight, convolution    ∂W = Gᵀ X    X; not learned queries, whose scores a softmax takes
+    gating y = act(a)·b                   both factors
+    silu, gelu                            x: f' is smooth, and f' of the rounded x within 2⁻⁴·|x|·|f''| of f'(x)
 
-    product with a weight      Y = X Wᵀ       ∂W = Gᵀ X          X of a linear, a convolution or experts; not of
-                                                                 learned queries, whose scores a softmax takes
-    convolution                               likewise           its input
-    gating                     y = act(a)·b   ∂act = g·b, ∂b = g·act(a)    both factors
-    silu, gelu                 y = f(x)       ∂x = g·f'(x)       x: f' is smooth, and f' of the rounded x is within
-                                                                 2⁻⁴·|x|·|f''| of f'(x)
-
-Measurements rule out rounding for these, which are not in the list: q, k, v and the output of attention (backward
-combines them with softmax statistics of the unrounded ones, so the error grows exponentially with the scores); results
-of sigmoid, tanh, exp, softmax, log_softmax and logsumexp (their derivatives are differences of nearly equal numbers);
+Measurements rule out q, k, v and the output of attention (backward combines them with softmax statistics of the
+unrounded ones); results of sigmoid, tanh, exp and softmax (their derivatives are differences of nearly equal numbers);
 operands of products of two activations (a common offset of the keys cancels in the gradient, its rounding does not);
-inputs of sums of squares (variances as E[x²] - E[x]² cancel); arguments of sine and cosine; x of a norm if it is a
-scaled sum (`is_scaled_sum`): the exact ∂x is orthogonal to x, so the gradients of the factors nearly cancel.
-
-Of the autograd graph only names and edges of nodes are read, never values: reading values would stall a GPU.
+inputs of sums of squares; arguments of sine and cosine; x of a norm if it is a scaled sum (docs/memory.md).
 """
 
 import math
@@ -26,9 +16,10 @@ from itertools import starmap
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
+# Operations whose result counts as the gate in a product of two activations
 _ACTIVATIONS = frozenset("Elu Gelu HardSigmoid Hardswish LeakyRelu Mish Relu Sigmoid Silu Softplus Tanh".split())
-"""Operations whose result counts as the gate in a product of two activations."""
 _OWN_ACTIVATION = "_ActivationFunctionBackward"
 _PRODUCTS = {
     "Addmm": {"mat1": 2, "mat2": 1}, "Baddbmm": {"batch1": 2, "batch2": 1}, "Bmm": {"self": 1, "mat2": 0},
@@ -39,27 +30,27 @@ _PRODUCTS = {
 _INPUTS = {"Gelu": ("self",), "Silu": ("self",)}
 _SUMS = frozenset(("Add", "Sub", "Sum"))
 _MAX_TERMS = 16
-_STEPS = 16
-"""Maximum number of nodes to inspect behind a tensor."""
+_STEPS = 16  # Maximum number of nodes to inspect behind a tensor
 SAME_VALUES = frozenset(
     "Alias AsStrided Clone Expand Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T ToCopy Transpose "
     "Unbind UnsafeView Unsqueeze View".split()
 )
 """Operations that return elements of their input, or casts of them."""
+# Operations of a parameter and data without gradient, which return an activation
 _OF_DATA = frozenset("Convolution Embedding EmbeddingBag Gather IndexSelect".split())
-"""Operations of a parameter and data without gradient, which return an activation."""
+# Operations that return an activation if one operand needs no gradient
 _AND_DATA = frozenset("Addmm Baddbmm Bmm Linear Mm".split())
-"""Operations that return an activation if one operand needs no gradient."""
 
 
 def may_be_rounded(
-    node: Any, own: Collection[int], is_weight: Callable[[Tensor], bool], saved: Callable[[str], Tensor | None]
+    node: Node, own: Collection[int], is_weight: Callable[[Tensor], bool], saved: Callable[[str], Tensor | None]
 ) -> Iterator[str]:
     """Yield names of the tensors saved by a node that may be rounded to FP8."""
-    kind = operation_of(node)
-    yield from _INPUTS.get(kind or "", ())
+    # Reads names and edges of nodes, never values: that would stall a GPU.
+    kind = operation_of(node) or ""
+    yield from _INPUTS.get(kind, ())
     inputs = [function for function, _ in node.next_functions]
-    for name, index in _PRODUCTS.get(kind or "", {}).items():
+    for name, index in _PRODUCTS.get(kind, {}).items():
         operand = inputs[index] if index < len(inputs) else None
         parameters = [] if operand is None else _parameters_behind(operand, own)[0]
         if parameters and all(map(is_weight, parameters)):
@@ -70,7 +61,7 @@ def may_be_rounded(
             yield from ("self", "other")
 
 
-def _is_activation(function: Any) -> bool:
+def _is_activation(function: Node | None) -> bool:
     node = producer(function)
     return node is not None and (operation_of(node) in _ACTIVATIONS or node.name() == _OWN_ACTIVATION)
 
@@ -78,12 +69,13 @@ def _is_activation(function: Any) -> bool:
 def is_scaled_sum(x: Tensor) -> bool:
     """Return whether x [..., K] is a sum of terms each times a factor of whole rows that needs a gradient."""
     waiting = [x.grad_fn]  # nearest first: a term without a factor ends the search
-    for node in waiting:
-        node = producer(node)
-        kind = None if node is None else operation_of(node)
+    for term in waiting:
+        if (node := producer(term)) is None:
+            return False
+        kind = operation_of(node)
         if kind in _SUMS:
             waiting += [function for function, _ in node.next_functions]
-        if kind not in _SUMS and not (kind == "Mul" and any(starmap(_is_row_factor, node.next_functions))):
+        elif kind != "Mul" or not any(starmap(_is_row_factor, node.next_functions)):
             return False
         if len(waiting) > _MAX_TERMS:
             return False
@@ -98,7 +90,7 @@ def _is_row_factor(function: Any, index: int) -> bool:
     return bool(math.prod(shape[-1:]) == 1)
 
 
-def created_nodes(roots: Iterable[Any], first: int) -> Iterator[Any]:
+def created_nodes(roots: Iterable[Node | None], first: int) -> Iterator[Node]:
     """Yield nodes reachable from `roots`, inclusive, that this thread created from sequence number `first` on."""
     waiting = [node for node in roots if node is not None]
     visited = set(waiting)
@@ -113,16 +105,16 @@ def created_nodes(roots: Iterable[Any], first: int) -> Iterator[Any]:
                 waiting.append(function)
 
 
-def operation_of(node: Any) -> str | None:
+def operation_of(node: Node) -> str | None:
     """Return `"Mul"` for a node called MulBackward0; None for a function written in Python."""
     name = node.name().rpartition("::")[2]
     if name in ("AccumulateGrad", "CopySlices"):
-        return str(name)
+        return name
     kind, backward, number = name.rpartition("Backward")
-    return str(kind) if backward and number.isdecimal() else None
+    return kind if backward and number.isdecimal() else None
 
 
-def producer(node: Any) -> Any:
+def producer(node: Node | None) -> Node | None:
     """Return the operation that computed the output of a node: the first that is not a view or cast."""
     for _ in range(_STEPS):
         if node is None or operation_of(node) not in SAME_VALUES:
@@ -140,7 +132,7 @@ def is_parameter(tensor: Tensor, own: Collection[int] = ()) -> bool:
     return bool(leaves) and (same_values or tensor.numel() in (*sizes, sum(sizes)))
 
 
-def _parameters_behind(node: Any, own: Collection[int]) -> tuple[list[Tensor], bool]:
+def _parameters_behind(node: Node | None, own: Collection[int]) -> tuple[list[Tensor], bool]:
     """Return parameters behind a node, and whether its output has their values; none if there is anything else."""
     leaves: list[Tensor] = []
     same_values = True
@@ -150,9 +142,9 @@ def _parameters_behind(node: Any, own: Collection[int]) -> tuple[list[Tensor], b
             if not isinstance(leaf, nn.Parameter) and id(leaf) not in own:
                 return [], False
             leaves.append(leaf)
-        elif (
-            kind is None or kind in _OF_DATA or (kind in _AND_DATA and any(f is None for f, _ in other.next_functions))
-        ):
+        elif kind is None or kind in _OF_DATA:
+            return [], False
+        elif kind in _AND_DATA and any(function is None for function, _ in other.next_functions):
             return [], False
         else:
             same_values &= kind in SAME_VALUES

@@ -1,15 +1,10 @@
 """Read what a `forward` computes from its code, as a formula.
 
-    formula_of(LlamaMLP).expression    ("call", ("attr", "down_proj"), (("*", ("call", ("attr", "act_fn"), …), …),), ())
+    formula_of(LlamaMLP).expression    ("call", ("attr", "down_proj"), ((Mult, ("call", …), …),), ())
 
-A short forward is evaluated symbolically: its arguments and the attributes of `self` are symbols, assignments are
-followed, plain methods of the same class are inlined, and the result is one expression of calls and operators, and the
-list of all calls in order. Loops, in-place operators, assignments to attributes, closures, decorators and `super()` may
-do more than an expression says, so a forward with one of them has no formula.
-
-The expression is read from the source of the code object that runs: the source is compiled again and compared.
-`Formula.holds` checks on every use that no function, and nothing that it names, has been replaced since. Nothing is
-ever run on numbers.
+A short forward is evaluated symbolically, plain methods of the same class inlined. Loops, in-place operators, closures,
+decorators and `super()` may do more than an expression says: such a forward has no formula. The source is compiled
+again and compared with the code object that runs. `Formula.holds` checks on every use that nothing was replaced since.
 """
 
 import ast
@@ -23,15 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-Expression = Any
-"""Nested tuples: an operator or kind, then its operands."""
+Expression = Any  # Nested tuples: an operator or kind, then its operands
 
-_OPERATORS: dict[type, str] = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**", ast.USub: "neg", ast.In: "in",
-    ast.MatMult: "@", ast.Is: "is", ast.IsNot: "is not",
-}  # fmt: skip
-_DEPTH = 3
-"""Maximum depth of method calls to inline."""
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.USub, ast.In, ast.MatMult, ast.Is, ast.IsNot)
+_DEPTH = 3  # Maximum depth of method calls to inline
 
 
 class _Unknown(Exception):
@@ -57,7 +47,6 @@ class Formula:
 
 
 def formula_of(owner: type, method: str = "forward") -> Formula | None:
-    """Return the formula of a method of a class, or None."""
     reader = _Reader(owner)
     try:
         result = reader.call(method, None, _DEPTH)
@@ -123,7 +112,6 @@ class _Body:
         raise _Unknown
 
     def assign(self, body: list[ast.stmt]) -> None:
-        """Follow assignments, and assignments under a condition without an else."""
         for statement in body:
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 continue  # a docstring
@@ -141,7 +129,6 @@ class _Body:
                 raise _Unknown
 
     def bind(self, target: ast.expr, value: Expression) -> None:
-        """Assign a value to a name, or its parts to a tuple of names."""
         if isinstance(target, ast.Name):
             self.scope[target.id] = value
         elif isinstance(target, ast.Tuple):
@@ -157,12 +144,12 @@ class _Body:
             return self.scope[node.id] if node.id in self.scope else ("outside", self.read(self.outside, node.id))
         if isinstance(node, ast.Attribute):
             return self.attribute(self.value(node.value), node.attr)
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return (_OPERATORS[type(node.op)], self.value(node.left), self.value(node.right))
-        if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-            return (_OPERATORS[type(node.op)], self.value(node.operand))
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
-            return (_OPERATORS[type(node.ops[0])], self.value(node.left), self.value(node.comparators[0]))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
+            return (type(node.op), self.value(node.left), self.value(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, _OPERATORS):
+            return (type(node.op), self.value(node.operand))
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], _OPERATORS):
+            return (type(node.ops[0]), self.value(node.left), self.value(node.comparators[0]))
         if isinstance(node, ast.IfExp):
             return ("if", self.value(node.test), self.value(node.body), self.value(node.orelse))
         if isinstance(node, ast.List):
@@ -179,7 +166,6 @@ class _Body:
         return space[name]
 
     def attribute(self, owner: Expression, name: str) -> Expression:
-        """Return an attribute of the module, of a value, or of a global."""
         if owner == ("self",):
             return ("attr", name)
         if owner[0] == "outside":
@@ -189,7 +175,6 @@ class _Body:
         return ("get", name, owner)
 
     def called(self, node: ast.Call) -> Expression:
-        """Return a call of a method of the module or of a value, of a child, or of a global."""
         if any(keyword.arg is None for keyword in node.keywords):
             raise _Unknown
         arguments = [self.value(argument) for argument in node.args]
@@ -209,7 +194,7 @@ class _Body:
         return call
 
 
-def _method(name: str, owner: Expression, arguments: list[Expression], keywords: Any) -> Expression:
+def _method(name: str, owner: Expression, arguments: list[Expression], keywords: tuple[Any, ...]) -> Expression:
     """Return a call of a tensor's method, in a canonical form."""
     if name == "float" and not arguments and not keywords:
         name, arguments = "to", [("outside", torch.float32)]
@@ -256,5 +241,4 @@ def _definitions(source: str) -> dict[tuple[int, str], tuple[ast.FunctionDef, Co
 
 
 def _body(code: CodeType) -> Any:
-    """Return the contents of a code object without its location."""
     return code.co_name, code.co_code, code.co_consts, code.co_names, code.co_varnames, code.co_freevars

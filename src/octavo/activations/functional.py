@@ -1,13 +1,8 @@
 """Autograd functions of norms, gated MLPs and activation functions that save their input in FP8, or run fused kernels.
 
-Forward returns the model's own values, bit for bit: each function receives what the module computed. Backward computes
-the gradient of the function at the saved FP8 input, norm statistics included, so that all operands of backward belong
-to one set of values. A layer norm saves x - mean, because the mean may be many times larger than the rest. A gate whose
-projection has a bias is saved without the bias, because silu(-8 ± 0.3) varies by a third. Forward copies the parameters
-that recomputation needs: FSDP may have freed them when another layer asks for the output in backward.
-
-Fused norms and gates run the same kernels, forward too, on what the model computed: they save it unchanged, and round
-once where the model's own operations round after each. Readers save the output, as without Octavo.
+Those that save FP8 receive what the module computed, and return it. Backward computes the gradient at the saved input,
+norm statistics included, so that all its operands belong to one set of values. Forward copies the parameters that
+recomputation needs: FSDP may have freed them when another layer asks for the output in backward.
 """
 
 import math
@@ -34,6 +29,7 @@ from octavo.kernels.fused.outputs import supports_output
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.derivatives import first_derivative_only
 from octavo.runtime.torch_compat import explain_freed_nodes, in_backward
+from octavo.tensor import Order
 
 
 class _NormRematerializer(Rematerializer):
@@ -49,7 +45,7 @@ class _NormRematerializer(Rematerializer):
     def _matrix(self, tensors: Sequence[Any]) -> Any:
         return self.normed(tensors).y
 
-    def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> Any:
+    def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: Order) -> Any:
         return self.normed(tensors, spec, order).quantized if supports_output(spec) else None
 
     def statistics(self, tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
@@ -57,7 +53,7 @@ class _NormRematerializer(Rematerializer):
         normed = self._memo.get("normed") or self.normed(tensors)
         return normed.rstd, normed.mean
 
-    def normed(self, tensors: Sequence[Any], spec: QuantSpec | None = None, order: str = "rows") -> Any:
+    def normed(self, tensors: Sequence[Any], spec: QuantSpec | None = None, order: Order = "rows") -> Any:
         normed = _normed(self.inputs(tensors)[0], tensors[2], tensors[3], self.eps, self.norm, spec, order)
         if in_backward():
             self._memo["normed"] = replace(normed, y=None, quantized=None)
@@ -65,8 +61,6 @@ class _NormRematerializer(Rematerializer):
 
 
 class _ActivationRematerializer(Rematerializer):
-    """Recomputes act(x) from data and scale of x."""
-
     def __init__(self, dtype: torch.dtype, activation: str) -> None:
         super().__init__(dtype)
         self.activation = activation
@@ -87,7 +81,7 @@ class _GluRematerializer(_ActivationRematerializer):
         gate, up = self.inputs(tensors)
         return glu(gate, up, self.activation)
 
-    def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: Any) -> Any:
+    def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: Order) -> Any:
         if not supports_output(spec):
             return None
         gate, up = self.inputs(tensors)
@@ -95,8 +89,6 @@ class _GluRematerializer(_ActivationRematerializer):
 
 
 class _UnroundedGlu(_GluRematerializer):
-    """Saves gate and up unchanged."""
-
     def inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
         return list(tensors)
 
@@ -120,7 +112,7 @@ class _NormFunction(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only("a norm that stores its input in FP8")
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         tensors = data, scale, weight, bias = ctx.saved_tensors
         rematerializer: _NormRematerializer = ctx.rematerializer
         x_MK, (rstd, mean) = rematerializer.inputs((data, scale))[0], rematerializer.statistics(tensors)
@@ -225,7 +217,6 @@ def fused_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def _complete(x: Tensor, weight: Tensor | None, eps: float | None, norm: Norm) -> tuple[float, Tensor, Norm]:
-    """Return epsilon, weight and norm, with PyTorch's epsilon for None and ones for no weight."""
     if weight is None:
         weight, norm = x.new_ones(x.shape[-1:]), replace(norm, add_unit_offset=False)
     return torch.finfo(torch.float32).eps if eps is None else eps, weight, norm
@@ -233,11 +224,11 @@ def _complete(x: Tensor, weight: Tensor | None, eps: float | None, norm: Norm) -
 
 def _normed(
     x_MK: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: Norm, spec: QuantSpec | None = None,
-    order: str = "rows",
+    order: Order = "rows",
 ) -> Any:  # fmt: skip
     if norm.center:
-        return layer_norm(x_MK, weight, bias, eps, spec, order)  # type: ignore[arg-type]
-    return rms_norm(x_MK, weight, eps, spec, order, add_unit_offset=norm.add_unit_offset)  # type: ignore[arg-type]
+        return layer_norm(x_MK, weight, bias, eps, spec, order)
+    return rms_norm(x_MK, weight, eps, spec, order, add_unit_offset=norm.add_unit_offset)
 
 
 def _norm_gradients(
@@ -268,7 +259,6 @@ def _shaped(rows: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _registered(out: Tensor, tensors: tuple[Tensor | None, ...], rematerializer: Rematerializer) -> Tensor:
-    """Register what an output of autograd can be recomputed from, and return it."""
     if out.is_contiguous() and out.grad_fn is not None and not torch.is_inference_mode_enabled():
         RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), outer_hooks())
     return out
@@ -311,7 +301,6 @@ def _matrix(x: Tensor) -> Tensor:
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
-    """Return act(x) in plain PyTorch."""
     if activation == "silu":
         return F.silu(x)
     if activation == "quick_gelu":

@@ -7,14 +7,13 @@
     fused_norm     one kernel computes y, another the gradients; saves x and the statistics of its rows
     fused_glu      one kernel computes h, another the gradients; saves gate and up
 
-The first four do not change forward, bit for bit; fused ones round it less often. All but one have a backward of their
-own, so they take only modules whose code is known (`octavo.activations.detect`), and read weights, epsilon, children,
-flags and the code itself in each call. If the code has changed, an activation has hooks, or the ops do not take the
-operands, the module's own operations run. Under torch.compile those that store compute as `octavo.activations.compiled`
-describes, and fused ones as before conversion: the compiler fuses their operations with others.
+The first four do not change forward, bit for bit; fused ones round it less often, and compiled graphs leave them to the
+compiler. If the code of a module has changed, an activation has hooks, or the ops do not take the operands, the
+module's own operations run: weights, epsilon, children, flags and the code itself are read in each call.
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial, update_wrapper
 from itertools import chain
@@ -51,23 +50,18 @@ from octavo.runtime.swap import set_class
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import constant_in_graphs, global_module_hooks, is_traceable_wrapper_subclass
 
-STORAGE_ATTRIBUTE = "octavo_storage"
-"""Attribute of a converted module that holds its `Norm`, `Glu`, `Activation` or `HookedForward`."""
+STORAGE_ATTRIBUTE = "octavo_storage"  # Attribute of a converted module: its `Norm`, `Glu`, `Activation` or one below
 
 
 @dataclass(frozen=True, kw_only=True)
 class HookedForward:
-    """A module that keeps its own forward, under saved-tensor hooks."""
-
     kind = "saved_tensors"
     unrounded: tuple[str, ...] = ()  # Names of its parts whose products save their inputs unrounded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """A module that runs fused kernels, `"fused_norm"` or `"fused_glu"`."""
-
-    kind: str
+    kind: str  # "fused_norm" or "fused_glu"
 
 
 Storage = ModuleSpec | HookedForward | Fused
@@ -82,16 +76,13 @@ class Fp8Saving(nn.Module):
 
     @constant_in_graphs
     def octavo_in_graph(self) -> str:
-        """Return how to store under torch.compile, see `_in_graph`."""
         # A method, because Dynamo guards on the identity of a module that it passes to such a function, which makes a
         # graph for each of equal modules. What the answer depends on, Dynamo guards where it traces the module's code.
         return _in_graph(self)
 
 
 class Fp8SavingNorm(Fp8Saving):
-    """A norm over the last dimension that saves its input in FP8."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         x, original = _only(args, kwargs), super().forward
         if torch.compiler.is_compiling():
             kind = self.octavo_in_graph() if recording() and _is_matrix(x) else ""
@@ -113,9 +104,7 @@ class Fp8SavingNorm(Fp8Saving):
 
 
 class FusedNorm(FusedModule):
-    """A norm over the last dimension in one kernel."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         x = _only(args, kwargs)
         operands = _norm_operands(self, x) if x is not None and fusing() else None
         parameters = [] if operands is None else [p for p in operands[:2] if p is not None]
@@ -132,9 +121,7 @@ class FusedNorm(FusedModule):
 
 
 class FusedGlu(FusedModule):
-    """A gated MLP whose act(gate) · up is one kernel."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         x, (glu, function, act) = _only(args, kwargs), gate_of(self) if fusing() else (None, None, None)
         if x is None or glu is None or act is None:
             return super().forward(*args, **kwargs)
@@ -154,15 +141,13 @@ def _norm_operands(module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor 
     if isinstance(eps, str):  # no property
         eps = vars(module)[eps] if eps in vars(module) else getattr(type(module), eps, "")
     fit = all(_is_matrix(p) and p.shape == x.shape[-1:] and p.dtype == parameters[0].dtype for p in parameters)
-    shape: Any = getattr(module, "normalized_shape", None)  # of PyTorch's own norms
+    shape = getattr(module, "normalized_shape", None)  # of PyTorch's own norms
     fit &= (eps is None or isinstance(eps, float)) and (shape is None or tuple(shape) == tuple(x.shape[-1:]))
     return (weight, bias, eps, norm) if fit else None
 
 
 class Fp8SavingGlu(Fp8Saving):
-    """A gated MLP that saves gate and up in FP8 and recomputes their product."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         if torch.compiler.is_compiling():
             x, kind = _only(args, kwargs), self.octavo_in_graph() if recording() else ""
             return _gated_in_graph(self, kind, x) if kind and x is not None else super().forward(*args, **kwargs)
@@ -173,9 +158,7 @@ class Fp8SavingGlu(Fp8Saving):
 
 
 class Fp8SavingActivation(Fp8Saving):
-    """An activation that saves its input in FP8."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         x, original = _only(args, kwargs), super().forward
         if torch.compiler.is_compiling():
             kind = self.octavo_in_graph() if recording() and _is_matrix(x) else ""
@@ -189,11 +172,9 @@ class Fp8SavingActivation(Fp8Saving):
 
 
 class Fp8SavingHooked(Fp8Saving):
-    """A module whose operations save tensors in FP8 where that is safe."""
-
     octavo_storage: HookedForward
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return compressed(self, self.octavo_storage.unrounded, super().forward, *args, **kwargs)
 
 
@@ -227,7 +208,7 @@ def _in_graph(module: nn.Module) -> str:
     return "" if activation_of(module) is None else "plain"
 
 
-def of_stored(function: Any, x: Tensor) -> Any:
+def of_stored(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return function(x), whose backward reads the FP8 copy of x; see `octavo.activations.compiled`."""
     with torch.no_grad():
         y = function(x)
@@ -294,7 +275,6 @@ _MIXINS: dict[str, Any] = {
 
 
 def handles_activations(module: nn.Module) -> bool:
-    """Return whether this module itself stores its activations in FP8, or runs fused kernels."""
     return isinstance(module, Fp8Saving | FusedModule)
 
 
@@ -322,8 +302,8 @@ def mixed_class(*both: Any) -> Any:
     # Raises any error of making a subclass of the original, and TypeError if its objects cannot change to that class.
     mixin, original = both
 
-    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        return _blank, (mixin, original), self.__getstate__()
+    def reduce(self: nn.Module, protocol: object) -> tuple[Any, ...]:
+        return _blank, both, self.__getstate__()
 
     own = forward_like(mixin, original)
     described = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -349,7 +329,7 @@ def forward_like(mixin: Any, original: Any) -> Any:
     else:  # callers may pass its argument by another name
         names = tuple(inspect.signature(original.forward).parameters)
 
-        def renamed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def renamed(self: nn.Module, *args: object, **kwargs: object) -> Any:
             for name in kwargs:
                 if name not in names:
                     raise TypeError(f"{original.__name__}.forward() has no argument {name!r}; it has {[*names[1:]]}")
@@ -359,12 +339,12 @@ def forward_like(mixin: Any, original: Any) -> Any:
     return update_wrapper(copied, original.forward, updated=())
 
 
-def _blank(mixin: Any, original: Any) -> Any:
-    cls = mixed_class(mixin, original)
+def _blank(*both: Any) -> Any:
+    cls = mixed_class(*both)
     return cls.__new__(cls)
 
 
-def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _only(args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor | None:
     """Return the tensor that a module was called with, if it is the only argument."""
     values = (*args, *kwargs.values())
     return values[0] if len(values) == 1 and isinstance(values[0], Tensor) else None
@@ -397,18 +377,15 @@ def _has_parameter(module: nn.Module, name: str) -> bool:
     return module._parameters.get(name, "") is None or own_parameter(module, name) is not None
 
 
+# Modules whose hooks only observe
 _OBSERVERS = ("octavo.", "torch.utils.module_tracker", "torch.distributed._tools", "torch.profiler")
-"""Modules whose hooks only observe."""
 
 
-def _is_altered(module: Any) -> bool:
+def _is_altered(module: object) -> bool:
     """Return whether a module's hooks, global hooks or a replaced `forward` may change its result or gradient."""
     if not isinstance(module, nn.Module):
         return False
-    hooks = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
-    own = (hook for kind in hooks for hook in kind.values())
-    for hook in chain(own, global_module_hooks()):
-        name = getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None)
-        if not str(name).startswith(_OBSERVERS):
-            return True
-    return "forward" in vars(module)
+    kinds = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
+    hooks = chain(*(kind.values() for kind in kinds), global_module_hooks())
+    owners = (getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) for hook in hooks)
+    return "forward" in vars(module) or not all(str(owner).startswith(_OBSERVERS) for owner in owners)

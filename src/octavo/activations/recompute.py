@@ -1,21 +1,15 @@
 """Recomputable tensors: outputs that backward recomputes from what their producer saved.
 
-The input of q, k and v is the output of a norm, and the norm saves its own input in FP8. Backward can therefore
-recompute y' = norm(saved x) instead of saving y a second time. The same holds for h = silu(gate)·up, and for the output
-of an activation function. A producer registers its output here; a reader (a linear, or the hooks of
-`octavo.activations.saved_tensors`) then saves the producer's tensors, which exist once. Producer and readers share one
-`Rematerializer`, so q, k and v recompute y' once.
-
-A tensor is identified by its storage, as long as that lives, and by its version counter: views count as the tensor, a
-write ends the registration. A write through `.data` goes unnoticed. Only results of autograd are registered, valid on
-one stream and in one CUDA graph capture. The dispatch mode does not matter: nothing is replayed, and checkpointing a
-region that begins between producer and reader must give the same gradients as no checkpointing.
+A producer (a norm, a gated MLP or an activation function) registers its output here; a reader (a linear, or the hooks
+of `octavo.activations.saved_tensors`) then saves the producer's tensors. Both share one `Rematerializer`, so q, k and v
+recompute their input once. A tensor is identified by its storage and its version counter: views count as the tensor.
+The dispatch mode does not matter: a checkpoint that begins between producer and reader must not change gradients.
 """
 
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,13 +18,12 @@ from octavo.kernels import dequantize, quantize
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.execution_context import execution_context
 from octavo.runtime.torch_compat import current_graph_task_id, queue_callback
-from octavo.tensor import ScaledTensor
+from octavo.tensor import Order, ScaledTensor
 
-ACTIVATION_SPEC = QuantSpec.parse("e4m3/1x32/e8m0")
-"""The format in which activations are saved."""
+T = TypeVar("T")
 
-SavedMatrix = tuple[Tensor, Tensor]
-"""FP8 data and scales of a matrix."""
+ACTIVATION_SPEC = QuantSpec.parse("e4m3/1x32/e8m0")  # The format in which activations are saved
+SavedMatrix = tuple[Tensor, Tensor]  # FP8 data and scales
 
 
 def quantize_for_backward(x_MK: Tensor) -> SavedMatrix:
@@ -54,39 +47,34 @@ class Rematerializer:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._memo: dict[Any, Any] = {}
+        self._memo: dict[object, Any] = {}
         self._task = -1
 
     def inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
-        """Return the inputs of y in high precision."""
-        inputs: list[Tensor] = self._once("inputs", lambda: self._inputs(tensors))
-        return inputs
+        return self._once("inputs", lambda: self._inputs(tensors))
 
     def matrix(self, tensors: Sequence[Any]) -> Tensor:
         """Return y' [M,K], contiguous."""
-        y: Tensor = self._once("matrix", lambda: self._matrix(tensors))
-        return y
+        return self._once("matrix", lambda: self._matrix(tensors))
 
     def quantized(
-        self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int, fold: Tensor | None = None
+        self, tensors: Sequence[Any], spec: QuantSpec, order: Order, columns: int, fold: Tensor | None = None
     ) -> ScaledTensor:
         """Return `quantize(y', spec, fold, order=order)`, with y' as a matrix of `columns`, as a reader may see it."""
 
         def make() -> tuple[Tensor | None, ScaledTensor]:
             from_matrix = "matrix" in self._memo or tensors[0].shape[-1] != columns or fold is not None
             fused = None if from_matrix else self._quantized(tensors, spec, order)
-            return fold, fused or quantize(self.matrix(tensors).reshape(-1, columns), spec, fold, order=order)  # type: ignore[arg-type]
+            return fold, fused or quantize(self.matrix(tensors).reshape(-1, columns), spec, fold, order=order)
 
         # The memo holds the fold, so no other has its id.
-        key = spec, order, columns, None if fold is None else id(fold)
-        result: tuple[Any, ScaledTensor] = self._once(key, make)
-        return result[1]
+        return self._once((spec, order, columns, None if fold is None else id(fold)), make)[1]
 
     def forget(self) -> None:
         """Clear the cache: no reader follows, unless backward runs a second time."""
         self._memo.clear()
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def _once(self, key: object, make: Callable[[], T]) -> T:
         # Not in backward, or traced by compiled autograd, whose graph shares equal work: nothing would clear the cache.
         if torch.compiler.is_compiling() or (task := current_graph_task_id()) == -1:
             return make()
@@ -96,7 +84,8 @@ class Rematerializer:
             queue_callback(self.forget)
         if key not in self._memo:
             self._memo[key] = make()
-        return self._memo[key]
+        result: T = self._memo[key]
+        return result
 
     def _inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
         data = tensors[::2], tensors[1::2]
@@ -105,7 +94,7 @@ class Rematerializer:
     def _matrix(self, tensors: Sequence[Any]) -> Tensor:
         raise NotImplementedError
 
-    def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor | None:
+    def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: Order) -> ScaledTensor | None:
         return None
 
 
@@ -117,11 +106,11 @@ class UnroundedMatrix(Rematerializer):
         return x
 
     def quantized(
-        self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int, fold: Tensor | None = None
+        self, tensors: Sequence[Any], spec: QuantSpec, order: Order, columns: int, fold: Tensor | None = None
     ) -> ScaledTensor:
         x = tensors[0]  # viewed as in forward, so that torch.compile merges equal casts
         x_MK = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), columns)
-        return quantize(x_MK, spec, fold, order=order)  # type: ignore[arg-type]
+        return quantize(x_MK, spec, fold, order=order)
 
 
 class Recomputable(NamedTuple):
@@ -132,8 +121,8 @@ class Recomputable(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    owner: weakref.ref[Any]
-    hooks: Any
+    owner: weakref.ref[torch.UntypedStorage]
+    hooks: object
     state: tuple[Any, ...]
     recomputable: Recomputable
 
@@ -145,18 +134,18 @@ class RecomputableTensors:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def add(self, y: Tensor, recomputable: Recomputable, hooks: Any = None) -> None:
+    def add(self, y: Tensor, recomputable: Recomputable, hooks: object = None) -> None:
         """Register a contiguous tensor, made by autograd under these saved-tensor hooks or itself recomputed."""
         key: int = y.untyped_storage()._cdata
 
-        def remove(dead: weakref.ref[Any]) -> None:
+        def remove(dead: weakref.ref[torch.UntypedStorage]) -> None:
             entry = self.entries.get(key)
             if entry is not None and entry.owner is dead:
                 del self.entries[key]
 
         self.entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), hooks, _state(y), recomputable)
 
-    def find(self, x: Tensor, hooks: Any) -> Recomputable | None:
+    def find(self, x: Tensor, hooks: object) -> Recomputable | None:
         """Find what a registered tensor, or a view with all of its elements in order, is recomputed from."""
         # Returns None for a tensor that was registered under hooks other than `hooks`, those in force now: such hooks
         # may hand out copies, so checkpointing of the reader alone would find in forward what it misses in backward.

@@ -1,16 +1,12 @@
 """Saved-tensor compression: saves in FP8 what a module's own operations save for backward, where that is safe.
 
-While a module runs, a pair of saved-tensor hooks takes each tensor that an operation saves. When the module returns,
-the autograd graph shows which operation saved which tensor, and each is replaced by
+When the module returns, the autograd graph shows which operation saved which tensor, and each is replaced by
 
     what it can be recomputed from    if its producer saved enough for that (`octavo.activations.recompute`)
-    its FP8 copy                      if the operation's gradient stays accurate (`octavo.activations.exactness`)
+    its FP8 copy                      if all operations that saved it allow that (`octavo.activations.exactness`)
     itself                            otherwise
 
-A tensor that several operations save is stored once, identified by its storage and version. If one of the operations
-needs it exactly, all get it exactly. PyTorch calls the innermost pair of hooks only, so these hand what they save to
-the pair around them (activation checkpointing, offload, a counter of bytes). Backward checks the version of a tensor
-that is saved as it is, as autograd does.
+PyTorch calls the innermost pair of hooks only, so these hand what they save to the pair around them.
 """
 
 import threading
@@ -21,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from octavo.activations.compiled import recomputable_in_graph
 from octavo.activations.exactness import created_nodes, is_parameter, may_be_rounded, producer
@@ -41,8 +38,7 @@ from octavo.runtime.torch_compat import held_for_backward, is_traceable_wrapper_
 
 T = TypeVar("T")
 
-MIN_COMPRESS_NUMEL = 1024
-"""Tensors with fewer elements stay as they are."""
+MIN_COMPRESS_NUMEL = 1024  # Tensors with fewer elements stay as they are
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -64,7 +60,6 @@ class SavedTensors:
 
     @property
     def present(self) -> list[Tensor]:
-        """Return the tensors held here or, unchanged, by the outer hooks."""
         items = self._items if self._unpack is not None else [None if item is None else item[0] for item in self._items]
         return [item for item in items if isinstance(item, Tensor)]
 
@@ -125,8 +120,6 @@ class PackedTensor:
 
 
 class CompressionHooks:
-    """The hooks of one call of a module."""
-
     def __init__(self, module: nn.Module, unrounded: Sequence[str] = ()) -> None:
         self._module, self._unrounded = module, unrounded
         self._pending: list[PackedTensor] = []
@@ -135,7 +128,7 @@ class CompressionHooks:
         self._outer: Hooks | None = None
         self._first = 0
 
-    def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+    def run(self, function: Callable[..., T], *arguments: object, **keywords: object) -> T:
         """Call a function under the hooks, then decide how each tensor it saved is stored."""
         self._enclosing, self._outer = INNERMOST.hooks, _outer_hooks()
         self._first = torch_compat.sequence_number()
@@ -190,18 +183,15 @@ class CompressionHooks:
 
     def _pack(self, tensor: Tensor) -> PackedTensor:
         saved = PackedTensor(tensor)
-        other = (
-            tensor.dtype not in SUPPORTED_DTYPES
-            or tensor.numel() < MIN_COMPRESS_NUMEL
-            or is_traceable_wrapper_subclass(tensor)
-        )
-        if other or not tensor.requires_grad or (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
-            saved.keep(self._outer)
-        else:
+        fits = tensor.dtype in SUPPORTED_DTYPES and tensor.numel() >= MIN_COMPRESS_NUMEL and tensor.requires_grad
+        is_weight = tensor.is_leaf and isinstance(tensor, nn.Parameter)
+        if fits and not is_weight and not is_traceable_wrapper_subclass(tensor):
             self._pending.append(saved)
+        else:
+            saved.keep(self._outer)
         return saved
 
-    def _decide(self, outputs: Any) -> None:
+    def _decide(self, outputs: object) -> None:
         if not self._pending:
             return
         # Operations that save one tensor share its storage and version. If one of them needs it exactly, all get it so.
@@ -225,7 +215,7 @@ class CompressionHooks:
                 restore = partial(_decompress, tensor.dtype, tensor.shape, dense_strides(tensor))
                 saved.decide(SavedTensors(copies[key], self._outer), restore)
 
-    def _rounded(self, outputs: Any) -> set[int]:
+    def _rounded(self, outputs: object) -> set[int]:
         """Identities of the pending tensors that may be rounded."""
         own = {id(parameter) for parameter in self._module.parameters()}
         unrounded = {id(p) for name in self._unrounded for p in self._module.get_submodule(name).parameters()}
@@ -260,9 +250,7 @@ def _decompress(dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], t
 
 
 class _Innermost(threading.local):
-    """The compression hooks that PyTorch calls in this thread."""
-
-    hooks: CompressionHooks | None = None
+    hooks: CompressionHooks | None = None  # that PyTorch calls in this thread
 
 
 INNERMOST = _Innermost()
@@ -282,14 +270,16 @@ def fusing() -> bool:
     return torch_compat.saved_tensors_hooks_disabled() is None and torch_compat.tracing_state() is None
 
 
-def compressed(module: nn.Module, unrounded: Sequence[str], function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def compressed(
+    module: nn.Module, unrounded: Sequence[str], function: Callable[..., T], *args: object, **kwargs: object
+) -> T:
     """Call a function, and save what its operations save for backward in FP8, where that is safe."""
     if torch.compiler.is_compiling() or not recording():  # a graph has no hooks
         return function(*args, **kwargs)
     return CompressionHooks(module, unrounded).run(function, *args, **kwargs)
 
 
-def unhooked(function: Callable[..., T], *arguments: Any) -> T:
+def unhooked(function: Callable[..., T], *arguments: object) -> T:
     """Call a function that saves FP8 itself, without the compression hooks in force."""
     hooks = None if torch.compiler.is_compiling() else INNERMOST.hooks
     if hooks is None or not hooks.in_force:
@@ -310,14 +300,13 @@ def recomputable_of(x: Tensor) -> Recomputable | None:
     return recomputable
 
 
-def outer_hooks() -> Any:
+def outer_hooks() -> object:
     """Identity of the hooks in force, compression hooks aside; None if there are none."""
     hooks = _outer_hooks()
     return None if hooks is None else hooks[0]
 
 
 def _outer_hooks() -> Hooks | None:
-    """The hooks in force, compression hooks aside."""
     hooks = INNERMOST.hooks
     if hooks is not None and hooks.in_force:
         return hooks._outer
@@ -336,13 +325,12 @@ def _is_weight(module: nn.Module, unrounded: set[int]) -> Callable[[Tensor], boo
     return lambda leaf: id(leaf) in ids or leaf.shape in shapes  # of a weight that FSDP has sharded again
 
 
-def _saved_by(node: Any, name: str) -> Tensor | None:
-    """Return a tensor that a node saved, if it is pending here."""
+def _saved_by(node: Node, name: str) -> Tensor | None:
     saved = held_for_backward(node, name)
     return saved.tensor if isinstance(saved, PackedTensor) else None
 
 
-def _tensors(outputs: Any) -> Iterator[Tensor]:
+def _tensors(outputs: object) -> Iterator[Tensor]:
     """Yield the tensors in a module's output: nested containers, data classes and mappings."""
     for leaf in torch_compat.tree_leaves(outputs):
         if isinstance(leaf, Tensor):
@@ -351,8 +339,7 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
             yield from (value for value in vars(leaf).values() if isinstance(value, Tensor))
 
 
-WIDTHS = (4096, 2048, 1024, 512, 256, 128, 64, 32)
-"""Candidate widths of the matrix for a dense tensor; all give the same groups of 32."""
+WIDTHS = (4096, 2048, 1024, 512, 256, 128, 64, 32)  # of the matrix for a dense tensor; all give the same groups of 32
 
 
 def _dims(tensor: Tensor) -> list[tuple[int, int, int]]:
@@ -372,8 +359,7 @@ def _merged(tensor: Tensor) -> list[tuple[int, int]]:
     return merged
 
 
-def element_key(tensor: Tensor) -> Any:
-    """Return a key that is equal for tensors with the same elements in memory."""
+def element_key(tensor: Tensor) -> tuple[object, ...]:
     storage = tensor.untyped_storage()._cdata
     return storage, tensor._version, tensor.dtype, tensor.is_neg(), tensor.storage_offset(), tuple(_merged(tensor))
 

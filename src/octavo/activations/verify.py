@@ -1,12 +1,7 @@
-"""Verify registered modules: compare what a module computes with its declaration.
-
-A copy of the module on the CPU, with random parameters, runs beside the declared function, on matrices and on batches
-of sequences, short and long, in float32 and bfloat16. Outputs and every gradient are compared.
-"""
+"""Verify registered modules: compare outputs and every gradient of a copy on the CPU with those of its declaration."""
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +11,9 @@ from octavo.activations.functional import activated
 from octavo.numerics.error import sqnr
 from octavo.runtime.torch_compat import unset_fake_temporarily
 
-_SHAPES = ((1,), (6,), (2, 3), (1, 40), (3, 2, 5))
-"""Leading dimensions of the inputs."""
+_SHAPES = ((1,), (6,), (2, 3), (1, 40), (3, 2, 5))  # Leading dimensions of the inputs
+# Required agreement: operations may differ in order, and each rounds once
 _LEAST_DB = {torch.float32: 80.0, torch.bfloat16: 30.0}
-"""Required agreement: operations may differ in order, and each rounds once."""
 
 
 def check_registered(module: nn.Module, spec: ModuleSpec) -> None:
@@ -39,7 +33,7 @@ def _compare(
     name: str, spec: ModuleSpec, probe: nn.Module, expected: Callable[[Tensor], Tensor], reference: nn.Module,
     x: Tensor, least: float,
 ) -> None:  # fmt: skip
-    results = []
+    results, registered = [], f"{name} was registered as {spec}"
     for function, owner in ((expected, reference), (probe, probe)):
         leaf = x.clone().requires_grad_()
         try:
@@ -48,20 +42,18 @@ def _compare(
             parameters = [p for p in owner.parameters() if p.requires_grad]
             grads = torch.autograd.grad(y, [leaf, *parameters], g, allow_unused=True)
         except Exception as error:
-            raise ValueError(
-                f"{name} was registered as {spec}, and raises {type(error).__name__} on an input {list(x.shape)} of "
-                f"{x.dtype}: {error}"
-            ) from error
+            what = f"raises {type(error).__name__} on an input {list(x.shape)} of {x.dtype}: {error}"
+            raise ValueError(f"{registered}, and {what}") from error
         results.append([y.detach(), *grads])
     labels = ["the output", "the gradient of the input", *(f"the gradient of {n}" for n, _ in probe.named_parameters())]
     for label, one, other in zip(labels, *results, strict=False):
         kinds = ["missing" if gradient is None else str(gradient.dtype) for gradient in (one, other)]
         if kinds[0] != kinds[1]:
-            raise ValueError(f"{name} was registered as {spec}; {label} is {kinds[1]}, expected {kinds[0]}")
+            raise ValueError(f"{registered}; {label} is {kinds[1]}, expected {kinds[0]}")
         if one is not None and one.norm() > 0 and sqnr(one, other) < least:
             raise ValueError(
-                f"{name} was registered as {spec}; {label} differs from that, on an input {list(x.shape)} of "
-                f"{x.dtype}: they agree to {sqnr(one, other):.0f} dB, but {least:.0f} dB are required"
+                f"{registered}; {label} differs from that, on an input {list(x.shape)} of {x.dtype}: they agree to "
+                f"{sqnr(one, other):.0f} dB, but {least:.0f} dB are required"
             )
 
 
@@ -85,7 +77,7 @@ def _width(module: nn.Module, spec: ModuleSpec) -> int:
     return int(matrices[0]) if matrices and isinstance(spec, Glu) else 48
 
 
-def _reference(module: Any, spec: ModuleSpec) -> Callable[[Tensor], Tensor]:
+def _reference(module: nn.Module, spec: ModuleSpec) -> Callable[[Tensor], Tensor]:
     if isinstance(spec, Norm):
         return lambda x: _normed(module, spec, x)
     act = spec.function
@@ -96,17 +88,16 @@ def _reference(module: Any, spec: ModuleSpec) -> Callable[[Tensor], Tensor]:
         act = activation_of(getattr(module, spec.activation))
 
     def gated(x: Tensor) -> Tensor:
-        gate, up = getattr(module, spec.gate)(x), None if spec.up is None else getattr(module, spec.up)(x)
-        if up is None:
-            halves = gate.chunk(2, dim=-1)
-            gate, up = halves[::-1] if spec.up_first else halves
+        gate = getattr(module, spec.gate)(x)
+        halves = gate.chunk(2, dim=-1) if spec.up is None else (gate, getattr(module, spec.up)(x))
+        gate, up = halves[::-1] if spec.up is None and spec.up_first else halves
         y: Tensor = getattr(module, spec.down)(_activated(gate, act) * up)
         return y
 
     return gated
 
 
-def _normed(module: Any, spec: Norm, x: Tensor) -> Tensor:
+def _normed(module: nn.Module, spec: Norm, x: Tensor) -> Tensor:
     weight, bias = (None if name is None else getattr(module, name) for name in (spec.weight, spec.bias))
     values = x.float()
     values = values - values.mean(-1, keepdim=True) if spec.center else values

@@ -4,17 +4,10 @@
     dgrad    ∂X = G W      nn: contracts over N              K in_features, N out_features,
     wgrad    ∂W = Gᵀ X     tn: contracts over M              G = ∂loss/∂Y [M,N]
 
-The recipe gives one spec per operand. All recipes share one code path: quantize, then multiply. Where an operand's
-scales vary along a sum, they fold into G (`octavo.numerics.recipe`): with X ≈ diag(a) Xq and W ≈ diag(b) Wq, a
-`Quantizer` casts G diag(b) for dgrad and diag(a) G for wgrad, and the products read Wq and Xq. It casts X as well, once
-for layers that read one X (`octavo.nn.operands`).
-
-Saved for backward: X quantized for wgrad, one byte per element, and W by reference with its scales. Backward quantizes
-W again (`keep_weights` saves the cast, see `octavo.nn.weights`): its storage exists anyway, autograd's version counter
-raises if W is modified in between, and with given scales the cast reads W once. A weight that exists in FP8 only
-(`octavo.nn.resident`) is saved as it is; X that can be recomputed (`octavo.activations.recompute`) as what that needs.
-
-`octavo.nn.prepared_linear` runs the same casts and products in less host time, where nothing could see the difference.
+Where an operand's scales vary along a sum, they fold into G (`octavo.numerics.recipe`): with X ≈ diag(a) Xq and
+W ≈ diag(b) Wq, a `Quantizer` casts G diag(b) for dgrad and diag(a) G for wgrad. Saved for backward: X quantized for
+wgrad, or what it is recomputed from, and W by reference with its scales. Backward quantizes W again: its storage exists
+anyway, and autograd's version counter raises if W is modified in between.
 """
 
 import math
@@ -58,7 +51,7 @@ class Linear(LinearLike, nn.Linear):
         own, found = self.__dict__, self.__dict__["_parameters"]
         plain = self.octavo_default_lookup and "weight" in found and "bias" in found
         if plain and not ("weight" in own or "bias" in own):
-            weight, bias = found["weight"], found["bias"]  # as `nn.Module.__getattr__` finds them, at length
+            weight, bias = found["weight"], found["bias"]  # the fast path of `nn.Module.__getattr__`
         else:
             (weight, bias), recipe = self.octavo_operands(input), self.octavo_parametrized_recipe()
         return linear(input, weight, bias, recipe, keep_weights, self.octavo_quantizer())
@@ -159,7 +152,7 @@ class _LinearFunction(torch.autograd.Function):
         if needs_wgrad and recipe.wgrad_x is not None and ctx.rematerializer is None:
             x = ScaledTensor(saved[3], saved[4], recipe.wgrad_x)
         elif needs_wgrad and recipe.wgrad_x is not None:
-            order = "columns" if needs_both_orders(g_MN.device) else "rows"
+            order: Order = "columns" if needs_both_orders(g_MN.device) else "rows"
             x = ctx.rematerializer.quantized(saved[3:], recipe.wgrad_x, order, ctx.columns, inverse)
         if needs_dgrad:
             w = dgrad_weight(saved[:3], factor, recipe, None if x is None else x.scale)
