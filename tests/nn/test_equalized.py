@@ -341,11 +341,8 @@ def test_wrong_state_is_refused():
     model = model_of()
     step(model, 0)
     state = state_dict(model)
-    for change in (
-        {"passes": -1}, {"passes": 1.5}, {"exponents": [0] * 63}, {"exponents": [LARGEST_EXPONENT + 1] * 64},
-        {"exponents": "no"}, {"backward_ran": 1}, {"measured": {"x": [math.nan] * 64, "w": None, "first": "q"}},
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match="the channel scales of q are not what"):
+    for change in ({"exponents": [0] * 63}, {"measured": {"x": [1.0] * 63, "w": None, "first": "q"}}):
+        with pytest.raises(ValueError, match="the channel scales of q are not those of 64 channels"):
             load_state_dict(model, state | {"q": state["q"] | change})
     load_state_dict(model, {"nobody": {}})
     assert model.q.equalizer.scales is None

@@ -1,24 +1,22 @@
 """Make language models of Transformers compute their loss without the whole logits: `chunked_loss`.
 
-Wraps only the instance's `forward`. Given labels, it runs the base model (`base_model`: everything but the head) and
-passes hidden states and the head's weight to `linear_cross_entropy`. `octavo.nn.causal` finds how the model
-computes its logits and its loss; where it cannot tell, it raises an error and the model stays unchanged. If a router's
-loss is part of the loss, the model itself runs, with the logits of one token, for the `aux_loss` that it computes.
+Given labels, the instance's `forward` runs the base model (everything but the head) and `linear_cross_entropy`. If a
+router's loss is part of the loss, the model itself runs, with the logits of one token, for its `aux_loss`.
 """
 
 import inspect
 import math
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import update_wrapper
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from octavo.nn.experts import looks_like_experts
 from octavo.nn.linear_like import LinearLike
@@ -28,23 +26,21 @@ from octavo.runtime.swap import stand_in_weights, weights_on_meta
 from octavo.runtime.switch import disabled
 from octavo.runtime.torch_compat import FakeTensor
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # Models may scale their logits (Cohere, Granite) or apply a soft cap (Gemma). A trial runs the model on a few tokens,
-# with chosen numbers in place of the head's output. They cover several decades, so they reveal a soft cap that the
-# small logits of a new model would not reach. No weight matters, so the trial runs on meta first, where only these
-# numbers are real, and with the weights if it fails there. Candidates come from the numbers in the config; one must
-# reproduce the logits. The loss must equal the shifted cross-entropy in value and in its autograd graph: another term,
-# as a z-loss, is a second branch, however small its coefficient. Only a router's loss may be added, as
-# `router_aux_loss_coef` times the output `aux_loss`, which the model computes itself. Otherwise `find_head` raises an
-# error with the reason.
+# with chosen numbers in place of the head's output, of several decades to reveal a soft cap. Candidates come from the
+# numbers in the config; one must reproduce the logits. The loss must equal the shifted cross-entropy in value and in
+# its autograd graph: another term, as a z-loss, is a second branch, however small its coefficient.
 #
 # A copy of fake tensors has no numbers to compare. For a plan, `decide_head` runs the trial on the model on meta, and
 # the copies follow its result, so that a plan and its run compute the same loss.
 
-
 PROBE_SHAPE = 2, 8  # Sequences and tokens of the trial
 IGNORE = -100  # Label of ignored tokens, as in Transformers
+# Relative tolerance between logits of a model and a candidate in this dtype; each operation rounds once
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Relative tolerance between logits of a model and a candidate in this dtype; each operation rounds once."""
 
 DECIDED = "octavo_head"  # Attribute with the result of `decide_head`: fields of its `Head`, or why there is none
 
@@ -101,7 +97,7 @@ def find_head(model: Any) -> Head:
         raise ValueError(f"{kind} cannot run the trial on meta; load its weights first: {reason}") from error
 
 
-def decide_head(model: Any) -> None:
+def decide_head(model: "PreTrainedModel") -> None:
     """Find the head of a model on meta as a run finds it with weights, for the copies of fake tensors of a plan."""
     # What a trial on meta does not find, one with stand-ins for the weights may find. Two blocks stand for all, unless
     # the model does not run with two.
@@ -136,7 +132,7 @@ def _without_experts(model: nn.Module) -> Iterator[None]:
             vars(module).update({} if own is None else {"forward": own})
 
 
-def _decided(model: Any, assumed: Head) -> Head:
+def _decided(model: "PreTrainedModel", assumed: Head) -> Head:
     """The head of a copy of fake tensors: what `decide_head` found, else what its config says."""
     decided = getattr(model, DECIDED, None)
     if isinstance(decided, str):
@@ -147,7 +143,7 @@ def _decided(model: Any, assumed: Head) -> Head:
     return assumed
 
 
-def adds_router_loss(model: Any, inputs: Mapping[str, Any] = MappingProxyType({})) -> bool:
+def adds_router_loss(model: "PreTrainedModel", inputs: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Return whether a mixture of experts adds a loss that balances its router, given the inputs of its forward."""
     if (requested := inputs.get("output_router_logits")) is None:
         requested = getattr(model.config.get_text_config(), "output_router_logits", False)
@@ -168,7 +164,7 @@ def _candidates(config: Any) -> list[tuple[float, float | None]]:
 
 
 @torch.no_grad()
-def _matching_head(model: Any, heads: list[Head]) -> Head:
+def _matching_head(model: "PreTrainedModel", heads: list[Head]) -> Head:
     """Return the first head that reproduces the logits of its model, in all decades and of both signs."""
     # Raises as `_check_loss`.
     kind, base, linear = type(model).__name__, heads[0].base, heads[0].linear
@@ -182,9 +178,9 @@ def _matching_head(model: Any, heads: list[Head]) -> Head:
     if not linear.weight.is_meta:
         hidden = [base(input_ids=trial_ids(linear.weight))[0]]
     if not hidden or not head_inputs or not _same(hidden[-1], head_inputs[-1]):
-        unsure = "; if not, load its weights first: on meta only storages can be compared"
-        hint = unsure if linear.weight.is_meta else ""
-        raise ValueError(f"{kind} changes its hidden states between its base model and its head{hint}")
+        problem = f"{kind} changes its hidden states between its base model and its head"
+        hint = "; if not, load its weights first: on meta only storages can be compared"
+        raise ValueError(problem + (hint if linear.weight.is_meta else ""))
     if outputs.logits.shape != z.shape:
         raise ValueError(f"{kind} returns logits {list(outputs.logits.shape)}, but its head returns {list(z.shape)}")
     for head in heads:
@@ -194,7 +190,7 @@ def _matching_head(model: Any, heads: list[Head]) -> Head:
     raise ValueError(f"{kind} does something to its logits that is neither a factor nor a soft cap of its config")
 
 
-def _check_loss(model: Any, head: Head) -> None:
+def _check_loss(model: "PreTrainedModel", head: Head) -> None:
     """Raise unless the loss of a model is the mean cross-entropy of its logits with the labels of the next tokens."""
     # The first sequence gets the most likely labels and the second the least likely, and fewer of the first count. So a
     # loss that shifts, weights or smooths differently is far off. An added term is another branch of the graph, or
@@ -214,7 +210,7 @@ def _check_loss(model: Any, head: Head) -> None:
         logits, targets = outputs.logits.float().flatten(0, -2), shifted(labels, IGNORE).flatten()
         expected = F.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORE)
         if aux_loss is not None:
-            expected = expected + model.router_aux_loss_coef * aux_loss
+            expected = expected + getattr(model, "router_aux_loss_coef", 0.0) * aux_loss
         if not torch.allclose(outputs.loss.float(), expected, rtol=TOLERANCE[outputs.loss.dtype], atol=0.0):
             raise ValueError(
                 f"{kind} has a loss of its own: {outputs.loss:.5g} for logits and labels whose cross-entropy, each "
@@ -224,7 +220,7 @@ def _check_loss(model: Any, head: Head) -> None:
         raise ValueError(f"{kind} has a loss of its own: it adds a term to the cross-entropy")
 
 
-def _aux_loss(model: Any, outputs: Any) -> Tensor:
+def _aux_loss(model: "PreTrainedModel", outputs: Any) -> Tensor:
     """Return the router's loss. Raises ValueError unless the loss depends on it by `router_aux_loss_coef`."""
     coefficient, aux_loss = getattr(model, "router_aux_loss_coef", None), getattr(outputs, "aux_loss", None)
     if isinstance(aux_loss, Tensor) and aux_loss.requires_grad and coefficient is not None:
@@ -239,7 +235,7 @@ def _aux_loss(model: Any, outputs: Any) -> Tensor:
     )
 
 
-def _is_chain(loss: Tensor, besides: Any = None) -> bool:
+def _is_chain(loss: Tensor, besides: Node | None = None) -> bool:
     """Return whether the autograd graph of a loss has a single branch, besides one that leads only to a node."""
     node = loss.grad_fn
     while node is not None:
@@ -252,17 +248,17 @@ def _is_chain(loss: Tensor, besides: Any = None) -> bool:
     return True
 
 
-def _leads_to(node: Any, target: Any) -> bool:
+def _leads_to(node: Node, target: Node) -> bool:
     while node is not target and len(inputs := _inputs(node)) == 1:
         node = inputs[0]
     return node is target
 
 
-def _inputs(node: Any) -> list[Any]:
+def _inputs(node: Node) -> list[Node]:
     return [function for function, _ in node.next_functions if function is not None]
 
 
-def _run_trial(model: Any, linear: nn.Linear, z: Tensor, **labels: Tensor) -> tuple[Any, list[Tensor]]:
+def _run_trial(model: "PreTrainedModel", linear: nn.Linear, z: Tensor, **labels: Tensor) -> tuple[Any, list[Tensor]]:
     """Return the outputs of a model whose head returns z, and the inputs of the head."""
     head_inputs: list[Tensor] = []
 
@@ -293,7 +289,7 @@ def shifted(labels: Tensor, ignore_index: int) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-def parameters(function: Any) -> list[inspect.Parameter]:
+def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
@@ -363,12 +359,6 @@ def chunked_loss(model: M) -> M:
     measure) or its own `forward`, or a batch requests a router's loss (`output_router_logits`) that the config did not,
     the model computes its loss from whole logits as before. Change the head first: `resize_token_embeddings`, PEFT,
     `convert` of the head itself, or a `loss_function` of your own.
-
-    Args:
-        model: See `find_head`.
-
-    Returns:
-        The same model.
 
     Raises:
         ValueError: As `find_head`; the model is unchanged. From `forward`, if the head, the base model or the loss
@@ -441,8 +431,11 @@ class _ChunkedForward:
         inputs.pop("logits_to_keep", None)
         return_tuple = inputs.pop("return_dict", None) is False
         routed = self._head.routed and adds_router_loss(self._model, inputs)
-        if routed:
-            outputs, hidden = self._with_router_loss(args, inputs)
+        if routed:  # the outputs of the model, `aux_loss` among them, with one token's logits, and its hidden states
+            states: list[Tensor] = []
+            with self._head.base.register_forward_hook(lambda module, _, outputs: states.append(outputs[0])):
+                outputs = self._original(*args, **inputs, logits_to_keep=1, return_dict=True)
+            hidden = states[-1]
         else:
             outputs = self._head.base(*args, **inputs)
             hidden = outputs[0]
@@ -463,15 +456,3 @@ class _ChunkedForward:
             names = {field.name for field in fields(CausalLMOutputWithPast)} - {"loss", "logits"}
             result = CausalLMOutputWithPast(loss=loss, **{name: getattr(outputs, name, None) for name in names})
         return result.to_tuple() if return_tuple else result
-
-    def _with_router_loss(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, Tensor]:
-        """Return the outputs of the model, `aux_loss` among them, with one token's logits, and its hidden states."""
-        hidden: list[Tensor] = []
-        thread = threading.get_ident()  # others may run the base model, too
-
-        def keep(module: nn.Module, inputs: Any, outputs: Any) -> None:
-            if threading.get_ident() == thread:
-                hidden.append(outputs[0])
-
-        with self._head.base.register_forward_hook(keep):
-            return self._original(*args, **inputs, logits_to_keep=1, return_dict=True), hidden[-1]

@@ -1,13 +1,12 @@
 """Decide which layers compute in FP8 (`rule_plan`), convert them (`apply_plan`), and undo it (`revert`).
 
-Both swap the class of each chosen module and change nothing else, so optimizers, weight tying, `state_dict` and
-references keep working. Checks run before the first swap; an error after it undoes all swaps.
+Both swap the class of each chosen module and change nothing else. Checks run before the first swap.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -58,17 +57,11 @@ def rule_plan(
 ) -> Plan:  # fmt: skip
     """Decide by rule, without costs: every linear layer except vocabulary heads and layers too narrow to gain.
 
-    Args:
-        model: Not converted yet; not changed.
-        recipe: For every layer, or by filter; default `rowwise`.
-        precision: Replaces `recipe`, `skip` and `activations`.
-        skip: Name patterns of layers to skip.
-        filter: Selects among the layers that nothing else excludes.
-        activations: "fp8" to store activations in FP8, "fused" to run fused kernels, or "bf16".
+    Args are those of `octavo.convert`. The model is not changed.
 
     Raises:
-        ValueError: If the model is converted already, the recipe is unknown, a filter raises or counts blocks in a
-            model without blocks, or FP8 is requested but no layer would be converted.
+        ValueError: If the model is converted already, the recipe is unknown, a filter does not apply, or FP8 is
+            requested but no layer would be converted.
         TypeError: If a filter is not valid, or a weight's dtype cannot be quantized.
 
     Examples:
@@ -98,17 +91,11 @@ def rule_plan(
 def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str = "bf16", verbose: bool = False) -> M:
     """Convert the layers of a model as planned, in place.
 
-    Args:
-        model: Not converted yet, on any device including meta.
-        plan: A decision per layer.
-        keep_weights: As of `octavo.convert`.
-        frozen: As of `octavo.convert`.
-        verbose: Print a one-line summary on stderr.
+    Args are those of `octavo.convert`, with a decision per layer.
 
     Raises:
         ValueError: If the model is converted already, the plan does not fit it, or its recipes do not allow
             `frozen="fp8"`. The model is unchanged.
-        TypeError: If `model` is not a module, or `plan` is not a `Plan`.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -165,11 +152,8 @@ def check_unconverted(model: nn.Module) -> None:
 
 
 def nothing_converted(plan: Plan) -> ValueError:
-    reasons = {plan[fqn].reason for fqn in plan}
-    why = (
-        "; ".join(sorted(reasons))
-        or f"it has no {' and no '.join(kind.plain.removeprefix('torch.') for kind in KINDS)}"
-    )
+    none = f"it has no {' and no '.join(kind.plain.removeprefix('torch.') for kind in KINDS)}"
+    why = "; ".join(sorted({plan[fqn].reason for fqn in plan})) or none
     without = "as it is" if plan.activations == "fused" else "without FP8"
     return ValueError(f"no layer would be converted, so the model would train {without}: {why}")
 
@@ -180,7 +164,6 @@ def revert(model: M) -> M:
     Weights that are resident in FP8 become frozen parameters with the FP8 values: what FP8 rounded stays rounded.
 
     Raises:
-        TypeError: If `model` is not a module.
         ValueError: If the model has no converted layer, or the class or forward of one was replaced since. The model is
             unchanged.
 
@@ -217,8 +200,7 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
         if fqn not in modules:
             raise ValueError(f"the plan is for another model: it names {fqn!r}, which this model does not have")
     for fqn in plan.converted:
-        reason = obstacle(modules[fqn])
-        if reason is not None:
+        if (reason := obstacle(modules[fqn])) is not None:
             raise ValueError(
                 f"the plan converts {fqn!r}, which is not possible: {reason}. The model was left as it was"
             )
@@ -283,7 +265,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     modules, aliases = dict(model.named_modules()), dict(model.named_modules(remove_duplicate=False))
     if fqn not in aliases:
         raise ValueError(f"change_recipe: this model has no module {fqn!r}{nearest(fqn, aliases)}")
-    module: Any = aliases[fqn]
+    module = aliases[fqn]
     fqn = next(name for name, other in modules.items() if other is module)  # the name that a report lists
     new_recipe = None if recipe is None else get_recipe(recipe)
     experts, converted = looks_like_experts(module), is_converted(module) or is_converted_experts(module)

@@ -1,22 +1,12 @@
 """Channel equalization: the state of layers whose recipe scales the channels of X and W (`numerics.equalization`).
 
-Column maxima of X and W cost a read of both, so the channel scales s are refreshed in few passes: the first, then 1, 2,
-4, … passes later, then every `recipe.equalization` passes. In between they are stale, which is exact and equalizes as
-well as the channels are stable. A pass is all forwards between two backwards, and their backward. A layer measures in
-one pass and changes s when the next one begins, so all forwards of a pass, and those that checkpointing runs again,
-have the same s. Only the first pass uses the maxima of its own first forward. Forwards outside of training measure
-nothing; before the first pass they compute s for themselves.
-
-    Measurement     column maxima of one X, and of the weights of all layers that read it: they get one s, so that they
-                    share the FP8 copy of X (`octavo.nn.operands`)
-    Equalizer       s of one layer, and when to measure next
+The channel scales s are refreshed in few passes: the first, then 1, 2, 4, … passes later, then every
+`recipe.equalization` passes. A pass is all forwards between two backwards, and their backward. A layer measures in one
+pass and changes s when the next one begins, so all forwards of a pass, and those that checkpointing runs again, have
+the same s. Only the first pass uses the maxima of its own first forward. Forwards outside of training measure nothing.
 
 s is no buffer of its module: a buffer would follow the module to another dtype, be uninitialized after meta, and be
-overwritten by rank 0 under DDP. `state_dict` and `load_state_dict` carry it through checkpoints.
-
-Under `octavo.parallelize` all ranks have one s (`reduce_scales`), and a weight that FSDP gathers in FP8 was multiplied
-by it before (`octavo.nn.gathered`). A CUDA graph replays with the s of its capture, which `captured` keeps. A compiled
-graph reads the s that its layer has and measures nothing; `compiled_pass` runs the passes that measure eagerly.
+overwritten by rank 0 under DDP. A compiled graph reads the s that its layer has; `compiled_pass` measures eagerly.
 """
 
 import math
@@ -390,7 +380,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     do not equalize are ignored: both happen if a run resumes with other layers converted.
 
     Raises:
-        ValueError: If a layer's state has another size or value than `state_dict` returns for it.
+        ValueError: If a layer's state is of another number of channels.
 
     Examples:
         >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "rowwise_equalized")
@@ -402,45 +392,25 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         reset_scales(layer)
         if name not in state:
             continue
-        k = layer.in_features
-        try:
-            equalizer, own = equalizer_of(layer), state[name]
-            passes, backward_ran, exponents, measured = (
-                own[key] for key in ("passes", "backward_ran", "exponents", "measured")
-            )
-            if type(passes) is not int or passes < 0 or type(backward_ran) is not bool:
-                raise ValueError(f"passes = {passes!r:.80}, backward_ran = {backward_ran!r:.80}")
-            equalizer.advance(passes)
-            equalizer.backward_ran = backward_ran
-            weight = local_tensor(layer.weight)
-            device = torch.device("cpu") if weight.is_meta else weight.device
-            local = weight.shape[0 if layer.weight_is_transposed else 1]
-            if not is_fsdp_sharded(layer) or len(exponents or ()) == local:
-                k = local  # under tensor parallelism the columns of this rank
-            if exponents is not None:
-                key = tuple(_checked(exponents, k, -LARGEST_EXPONENT, LARGEST_EXPONENT))
-                if key not in loaded:
-                    loaded[key] = ChannelScales.of(torch.tensor(key, device=device))
-                equalizer.scales = loaded[key].to(device)
-            if measured is not None:
-                x_amax, w_amax = (
-                    None if maxima is None else torch.tensor(_checked(maxima, k, 0, 3.5e38), device=device).float()
-                    for maxima in (measured["x"], measured["w"])
-                )
-                if x_amax is None:
-                    raise TypeError("no maxima of X")
-                equalizer.measurement = measurements.setdefault(measured["first"], Measurement(x_amax, w_amax))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"the channel scales of {name} are not what octavo.nn.equalized.state_dict returns for {k} "
-                f"channels: {error}"
-            ) from None
-
-
-def _checked(values: Any, count: int, lowest: float, highest: float) -> list[Any]:
-    if len(values) != count or not all(lowest <= value <= highest for value in values):
-        raise ValueError(f"expected {count} numbers from {lowest} to {highest}; got {values!r:.200}")
-    return list(values)
+        equalizer, own, weight = equalizer_of(layer), state[name], local_tensor(layer.weight)
+        exponents, measured = own["exponents"], own["measured"]
+        device = torch.device("cpu") if weight.is_meta else weight.device
+        k, local = layer.in_features, weight.shape[0 if layer.weight_is_transposed else 1]
+        if not is_fsdp_sharded(layer) or len(exponents or ()) == local:
+            k = local  # under tensor parallelism the columns of this rank
+        lists = [exponents] if measured is None else [exponents, measured["x"], measured["w"]]
+        if any(len(channels) != k for channels in lists if channels is not None):
+            raise ValueError(f"the channel scales of {name} are not those of {k} channels")
+        equalizer.advance(own["passes"])
+        equalizer.backward_ran = own["backward_ran"]
+        if exponents is not None:
+            if (key := tuple(exponents)) not in loaded:
+                loaded[key] = ChannelScales.of(torch.tensor(key, device=device))
+            equalizer.scales = loaded[key].to(device)
+        if measured is not None:
+            x_amax = torch.tensor(measured["x"], device=device).float()
+            w_amax = None if measured["w"] is None else torch.tensor(measured["w"], device=device).float()
+            equalizer.measurement = measurements.setdefault(measured["first"], Measurement(x_amax, w_amax))
 
 
 @torch.no_grad()

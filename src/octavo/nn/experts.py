@@ -3,15 +3,9 @@
     Y = Σ over the k experts e of a token:  weight · down[e](gate(gate_up[e](x)))
 
 Transformers keeps experts in one module per layer: `gate_up_proj` [E,2I,H] (or `up_proj` [E,I,H]) and `down_proj`
-[E,H,I], transposed in some models, with biases in some. Its decorator `use_experts_implementation` gives such a class a
-forward that calls any of several interchangeable functions, which read what the class computes from flags of the
-module. `Experts` is one more such function, with the two products in FP8: sort the rows by expert, multiply
-(`octavo.nn.grouped_linear`), let the module itself apply its gate, activation and norm, multiply by the routing
-weights, and add the k results of each token. A class is replaced only if the code of its forward is the decorator's and
-every flag is known here.
-
-Slots whose expert id is negative, or E or more, are dropped: their rows sort last, and no product reads them. Under
-expert parallelism `octavo_exchange` carries the sorted rows to the ranks of their experts and the results back.
+[E,H,I], transposed or with biases in some models. Its decorator `use_experts_implementation` gives such a class a
+forward that calls one of several functions, which read flags of the module; `Experts` is one more of them. A class is
+replaced only if the code of its forward is the decorator's and every flag is known here.
 """
 
 import inspect
@@ -24,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.activations.detect import original_class, uses_default_call
-from octavo.activations.modules import STORAGE_ATTRIBUTE, mixed_class, of_stored
+from octavo.activations.modules import STORAGE_ATTRIBUTE, Storage, mixed_class, of_stored
 from octavo.activations.saved_tensors import compressed, recording, unhooked
 from octavo.kernels import grouped_mm, needs_both_orders, quantize
 from octavo.kernels.grouped import is_grouped, quantize_grouped, sum_by_group
@@ -48,14 +42,9 @@ from octavo.tensor import Order, ScaledTensor
 #
 # With recipes that scale by row and fold (`rowwise`), X is quantized once for all experts and each of the three
 # products is one grouped product (`octavo.kernels.grouped`): the results of `octavo.nn.linear` on the rows of each
-# expert alone, bit for bit on the reference backend. The other recipes share scales between rows or contract over
-# blocks of rows, which must not cross experts: they run `octavo.nn.linear` per expert, and wait for the GPU once to
-# learn how many rows each has.
-#
-# Saved for backward, as for `octavo.nn.linear`: X in FP8, one byte per element, and W by reference with its scales.
-# Weights that FSDP2 gathers in FP8, and those that are resident in FP8, are read as they are.
-# Weights that are stored as [E,K,N] are copied to [E,N,K] before each quantization, or, if they are resident in FP8,
-# before each product, a byte per parameter.
+# expert alone, bit for bit on the reference backend. The scales of other recipes must not cross experts: they run
+# `octavo.nn.linear` per expert, and wait for the GPU once to learn how many rows each has. Weights that are stored as
+# [E,K,N] are copied to [E,N,K] before each quantization.
 
 
 def grouped_linear(
@@ -74,11 +63,7 @@ def grouped_linear(
         keep_weights: As of `octavo.nn.linear`.
 
     Returns:
-        [M,N] in the input's dtype, or in autocast's if autocast is on. Rows from `offsets[-1]` on are zero, and so is
-        their gradient.
-
-    Raises:
-        ValueError: If sizes or dtypes do not fit.
+        [M,N] in the input's dtype, or autocast's. Rows from `offsets[-1]` on are zero, and so is their gradient.
 
     Examples:
         >>> x, weight = torch.randn(8, 64), torch.randn(2, 32, 64)
@@ -103,7 +88,9 @@ def grouped_linear(
     return y_MN
 
 
-def _per_expert(function: Any, x_MK: Tensor, w_ENK: Tensor, bias_EN: Tensor | None, offsets: Tensor) -> Tensor:
+def _per_expert(
+    function: Callable[..., Tensor], x_MK: Tensor, w_ENK: Tensor, bias_EN: Tensor | None, offsets: Tensor
+) -> Tensor:
     experts, rows = w_ENK.shape[0], x_MK.shape[0]
     if isinstance(offsets, FakeTensor):  # the sizes are unknown: equal ones, to count memory and time
         ends = [rows * (expert + 1) // experts for expert in range(experts)]
@@ -122,10 +109,9 @@ def _rows(weight: Tensor, transposed: bool) -> Tensor:
     return _matrix(weight, transposed)
 
 
-def _matrix(stack: Any, transposed: bool) -> Tensor:
+def _matrix(stack: Tensor, transposed: bool) -> Tensor:
     """Return the rows of matrices [E,R,C], or [E,C,R], as one matrix [E·R,C]."""
-    matrix: Tensor = (stack.transpose(1, 2) if transposed else stack).flatten(0, 1)
-    return matrix
+    return (stack.transpose(1, 2) if transposed else stack).flatten(0, 1)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -138,7 +124,7 @@ class _GroupedLinear(torch.autograd.Function):
         x = quantize(x_MK, recipe.x, order="both" if needs_wgrad and needs_both_orders(x_MK.device) else "rows")
         if isinstance(weight, ResidentWeight):
             w = quantized_as(weight, recipe.w.transposed if transposed else recipe.w)
-            w = ScaledTensor(_matrix(w.data, transposed), _matrix(w.scale, transposed), recipe.w)
+            w = ScaledTensor(_matrix(w.data, transposed), _matrix(weight.scale, transposed), recipe.w)
             w_saved: Saved = (None, weight.data_, w.scale) if needs_dgrad else (None, None, None)
         else:
             rows = _rows(weight, transposed)
@@ -196,46 +182,34 @@ class Experts(StatesOfResident):
         recipe: Precision of the products.
         keep_weights: Whether they were converted with `keep_weights=True`: see `octavo.nn.weights`.
         octavo_exchange: Carries rows to experts on other ranks; None if all experts are here.
-        octavo_storage: How they store activations in FP8; None if they do not. Of the class, because a graph of
-            torch.compile has no guard on what `vars()` lacks.
+        octavo_storage: How they store activations in FP8; None if they do not.
     """
 
     octavo_original: ClassVar[Any]
     recipe: Recipe = DEFAULT
     keep_weights: bool = False
     octavo_exchange: Any = None  # an `octavo.parallel.expert_parallel.ExpertExchange`
-    octavo_storage: Any = None
+    octavo_storage: Storage | None = None  # of the class: a compiled graph has no guard on what `vars()` lacks
     down_proj: Tensor
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute the experts of each token.
-
-        Args:
-            hidden_states: [T,H].
-            top_k_index: int64 [T,k], the experts of each token; negative, or E or more, for none.
-            top_k_weights: [T,k], their routing weights.
-
-        Returns:
-            [T,H] in the dtype of `hidden_states`.
-        """
+        """Compute the experts `top_k_index` int64 [T,k] (negative, or E or more, for none) of each token [T,H]."""
         if SWITCH.off and self.octavo_exchange is None:
             original: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return original
         if self.octavo_storage is not None:
-            result: Tensor = compressed(self, (), self._mixture, hidden_states, top_k_index, top_k_weights)
-            return result
+            return compressed(self, (), self._mixture, hidden_states, top_k_index, top_k_weights)
         return self._mixture(hidden_states, top_k_index, top_k_weights)
 
     def _mixture(self, hidden_TH: Tensor, index_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         k, count = index_Tk.shape[-1], self.down_proj.shape[0]
-        ids = index_Tk.reshape(-1)
+        ids = index_Tk.reshape(-1)  # those that are negative, or E or more, sort last: no product reads their rows
         ids, order = torch.sort(ids.masked_fill(ids < 0, count), stable=True)
         experts = torch.arange(count, device=ids.device, dtype=ids.dtype)
         offsets = torch.searchsorted(ids, experts, right=True).int()
         inverse = inverse_order(order)
         rows = gather_rows(hidden_TH, order, inverse, k)
-        exchange = self.octavo_exchange
-        compute = self.octavo_on_rows
+        exchange, compute = self.octavo_exchange, self.octavo_on_rows
         y = compute(rows, offsets) if exchange is None else exchange(compute, rows, offsets, self.recipe)
         weights = gather_rows(weights_Tk.reshape(-1, 1), order, inverse)
         y = self._of_stored(lambda rows: rows * weights, y)
@@ -249,16 +223,13 @@ class Experts(StatesOfResident):
         gate: Any = self._apply_gate if self.has_gate else self.act_fn
         inner = gate(both) if self.has_bias else self._of_stored(gate, both)
         y = self._octavo_linear("down_proj", inner, offsets)
-        if getattr(self, "has_post_expert_norm", False):
-            norm: Any = self.post_expert_norm
-            y = norm(y)
-        return y
+        norm: Any = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
+        return y if norm is None else norm(y)
 
     def _of_stored(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return function(x); in a graph that stores activations, its backward reads the FP8 copy of x."""
         in_graph = torch.compiler.is_compiling() and self.octavo_storage is not None and recording()
-        result: Tensor = of_stored(function, x) if in_graph else function(x)
-        return result
+        return of_stored(function, x) if in_graph else function(x)
 
     def _octavo_linear(self, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
         exchange = self.octavo_exchange
@@ -326,8 +297,6 @@ def experts_obstacle(module: nn.Module) -> str | None:
     flags = {p.name for p in inspect.signature(_decorator()).parameters.values() if p.kind is p.KEYWORD_ONLY}
     if other := flags - _FLAGS:
         return f"{unknown} this release of Transformers has flags that Octavo does not know: {', '.join(sorted(other))}"
-    if missing := [name for name in ("has_gate", "has_bias", "is_transposed") if not hasattr(module, name)]:
-        return f"{unknown} it has no flag {missing[0]}: it was not made by its own constructor"
     if (implementation := _foreign_implementation(module, forward)) is not None:
         return f"{unknown} its config chooses the experts implementation {implementation!r}, which is not Transformers'"
     wrapped = filter(is_traceable_wrapper_subclass, module.parameters(recurse=False))  # or another library's
@@ -335,8 +304,6 @@ def experts_obstacle(module: nn.Module) -> str | None:
         return "sharded already: convert before sharding"
     if has_own_forward(module):
         return "its forward was replaced on the instance, so it would not be used: convert before that is done"
-    if (problem := _misfit(module)) is not None:
-        return f"{unknown} {problem}"
     if taken := [name for name in _ATTRIBUTES if name in vars(module) and not isinstance(module, Experts)]:
         return f"it has an attribute {taken[0]!r} of its own, which converted experts use: rename it"
     try:
@@ -359,7 +326,7 @@ def _decorated_code() -> CodeType | None:
     return code
 
 
-def _foreign_implementation(module: nn.Module, forward: Any) -> str | None:
+def _foreign_implementation(module: nn.Module, forward: Callable[..., Any]) -> str | None:
     """Return the implementation that a module would call, by name, if it is neither Transformers' nor its class's."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     interface = inspect.getclosurevars(forward).nonlocals.get("experts_interface")
@@ -379,29 +346,13 @@ def experts_shape(module: nn.Module) -> tuple[int, int, int, int]:
     return up.shape[0], hidden, both, down.shape[1] if transposed else down.shape[2]
 
 
-def _misfit(module: nn.Module) -> str | None:
-    """Return why the parameters of experts do not fit together or their flags, or None."""
-    own: Any = module._parameters
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    if own.get(name) is None:
-        return f"it has no parameter {name}"
-    experts, hidden, both, inner = experts_shape(module)
-    down = own["down_proj"]
-    expected = (experts, inner, hidden) if module.is_transposed else (experts, hidden, inner)
-    if tuple(down.shape) != expected or both != inner * (2 if module.has_gate else 1):
-        return f"{name} {list(own[name].shape)} and down_proj {list(down.shape)} do not fit its flags"
-    if module.has_bias and any(own.get(f"{part}_bias") is None for part in (name, "down_proj")):
-        return "it has no bias parameters"
-    return None
-
-
 def describe_experts(module: nn.Module, recipe: Recipe) -> str:
     experts, hidden, both, inner = experts_shape(module)
     each = "" if is_grouped(recipe) else ", one product per expert"
     return f"experts: {experts} x ({hidden} → {both}, {inner} → {hidden}) in FP8 ({recipe.name}{each})"
 
 
-def convert_experts(module: nn.Module, recipe: Recipe, storage: Any, keep_weights: bool) -> None:
+def convert_experts(module: nn.Module, recipe: Recipe, storage: Storage | None, keep_weights: bool) -> None:
     """Make experts compute in FP8, in place; with a `storage`, they also store their activations in FP8."""
     attributes = {} if storage is None else {STORAGE_ATTRIBUTE: storage}
     owner = mixed_class(Experts, original_class(module))

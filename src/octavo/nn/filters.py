@@ -1,8 +1,6 @@
 """Filters: rules that select the linears to convert, combine by `&`, `|` and `~`, and give reasons (docs/filters.md).
 
-The reason of a rule is a fact, such as "in_features 512 < 4096": `~` inverts the match and keeps the fact. `&` and
-`|` give the facts that decide: the first that fails, or all that hold. Rules read a `Layer`, not the model: they are
-plain values. A layer with several names is matched under each of them, and converted if none excludes it.
+The reason of a rule is a fact, such as "in_features 512 < 4096": `~` inverts the match and keeps the fact.
 """
 
 from abc import ABC, abstractmethod
@@ -56,11 +54,7 @@ class Filter(ABC):
         yield self
 
     def mismatch(self, layers: Sequence[Layer]) -> str | None:
-        """Return a warning if this simple filter matches none of these layers, or None.
-
-        Raises:
-            ValueError: If the filter does not apply to their model.
-        """
+        """Return a warning if this simple filter matches none of these layers, or None."""
         return None
 
     def __and__(self, other: FilterLike) -> "Filter":
@@ -103,10 +97,8 @@ def where(function: ModuleFilter, reason: str = "") -> Filter:
     if isinstance(function, type):
         raise TypeError(f"a filter is a rule of octavo.nn.filters or a callable; of a class, kind({function.__name__})")
     if not callable(function) or isinstance(function, nn.Module):
-        raise TypeError(
-            "a filter is a rule of octavo.nn.filters, as name('*.mlp.*'), or a callable (module, fqn) -> bool; got "
-            f"{function!r}"
-        )
+        rules = "a rule of octavo.nn.filters, as name('*.mlp.*'), or a callable (module, fqn) -> bool"
+        raise TypeError(f"a filter is {rules}; got {function!r}")
     return _Where(function, reason)
 
 
@@ -240,9 +232,8 @@ class _Where(Filter):
         try:
             verdict = self.function(layer.module, layer.fqn)
         except Exception as error:
-            raise ValueError(
-                f"filter raised {type(error).__name__} on {layer.fqn!r}: {error}. The model was left as it was"
-            ) from error
+            what = f"filter raised {type(error).__name__} on {layer.fqn!r}: {error}"
+            raise ValueError(f"{what}. The model was left as it was") from error
         if not isinstance(verdict, bool):
             raise TypeError(f"filter(module, fqn) returns True or False; it returned {verdict!r} for {layer.fqn!r}")
         return Match(verdict, self.fact if verdict or not self.fact else f"not {self.fact}")
@@ -273,10 +264,6 @@ T = TypeVar("T")
 def name(*patterns: str) -> Filter:
     """Match layers by name, or by the name of a parent module, with patterns as in `fnmatch`.
 
-    Raises:
-        TypeError: If a pattern is not a string.
-        ValueError: If there is no pattern.
-
     Examples:
         >>> layers = octavo.nn.filters.name("*.mlp.*", "*.o_proj")
     """
@@ -288,10 +275,6 @@ def name(*patterns: str) -> Filter:
 
 def kind(*types: type[nn.Module] | str) -> Filter:
     """Match layers of one of these classes, and layers inside a module of one. A class can be given by name.
-
-    Raises:
-        TypeError: If an argument is neither a module class nor a string.
-        ValueError: If there is no class.
 
     Examples:
         >>> layers = octavo.nn.filters.kind("LlamaMLP", torch.nn.TransformerEncoderLayer)
@@ -307,10 +290,6 @@ def shape(
     multiple_of: int | None = None,
 ) -> Filter:  # fmt: skip
     """Match layers whose `in_features` and `out_features` are within bounds, and multiples of `multiple_of`.
-
-    Raises:
-        TypeError: If a bound is not an integer.
-        ValueError: If a bound is below 1, or there is none.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64))
@@ -343,10 +322,6 @@ def last(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
         of: `"blocks"`: counts in each stack of blocks (`octavo.runtime.blocks.find_stacks`): the last 2 are 2 of an
             encoder and 2 of a decoder; layers outside of all stacks do not match. `"linears"`: counts convertible
             linears in the model's order, without vocabulary heads.
-
-    Raises:
-        TypeError: If `count` is not an integer.
-        ValueError: If `count` is below 1 or the unit is unknown; in `convert`, if the model has no blocks.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))

@@ -1,14 +1,12 @@
 """Choose the frozen layers whose weights become resident in FP8, make them so, and undo it; see `octavo.nn.resident`.
 
-Before `get_peft_model` nothing is frozen: `octavo.convert(model, frozen="fp8")` then freezes the linears and experts
-whose weights become resident. If some of them are frozen already, only these become resident. Conversion quantizes
-every weight before it replaces the first, so that an error leaves the model unchanged.
+If some linears or experts are frozen already, only these become resident; else all do, and are frozen.
 """
 
 import json
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -51,10 +49,8 @@ def check_weight_only_request(weight_only: Sequence[str], frozen: str, plan: Pla
     if isinstance(weight_only, str):
         if weight_only == AUTO:
             return
-        raise TypeError(
-            f"weight_only is {AUTO!r} or a list of name patterns; got the string {weight_only!r}: write "
-            f"[{weight_only!r}]"
-        )
+        what = f"{AUTO!r} or a list of name patterns; got the string {weight_only!r}: write [{weight_only!r}]"
+        raise TypeError(f"weight_only is {what}")
     if other := [pattern for pattern in weight_only if not isinstance(pattern, str)]:
         raise TypeError(f"weight_only is a list of name patterns, such as ['*.v_proj']; got {other[0]!r} in it")
     if weight_only and (frozen != "fp8" or plan is not None):
@@ -288,7 +284,7 @@ def names_in_checkpoint(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, 
     return converted
 
 
-def parts_in_checkpoint(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+def parts_in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Return the parts of a tensor, as views of it, by their names in a published checkpoint."""
     # Experts, as an example: `mlp.experts.down_proj` [E,H,I] has E parts [H,I], `block_sparse_moe.experts.0.w2.weight`
     # to that of the last expert. To fill the parts is to fill the tensor.
@@ -308,7 +304,9 @@ def parts_in_checkpoint(model: Any, name: str, tensor: Tensor) -> dict[str, Tens
 class _Views(TorchFunctionMode):
     """Lets `contiguous` return the view itself."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
@@ -354,14 +352,10 @@ def load_frozen(model: M, path: str | Path, *, device: str | torch.device = "cpu
             named `weight_scale`, or `weight_scale_inv` as in DeepSeek's layout.
         device: Where parameters on the meta device go. Buffers stay where they are: `model.to(device)` moves them.
 
-    Returns:
-        The same model.
-
     Raises:
         FileNotFoundError: If there is no safetensors file.
         ValueError: If a file is damaged, two files have a tensor of one name, tensors are missing or of another shape
-            or format, or buffers on the meta device are in no file. Nothing was loaded then. Tensors that the model
-            lacks give a warning.
+            or format, or buffers on the meta device are in no file. Nothing was loaded then.
 
     Examples:
         >>> from safetensors.torch import save_file
@@ -469,7 +463,7 @@ def _slots(model: nn.Module) -> list[_Slot]:
         buffers = {name for name in module._buffers if name not in module._non_persistent_buffers_set}
         for holder, names in ((module._parameters, set(module._parameters)), (module._buffers, buffers)):
             for name in names:
-                tensor: Any = holder[name]
+                tensor = holder[name]
                 if tensor is not None:
                     slot = slots.setdefault(id(tensor), _Slot(tensor))
                     slot.names.append(f"{prefix}.{name}".lstrip("."))
@@ -567,38 +561,24 @@ def _first(names: list[str]) -> str:
 def _stored(path: Path) -> dict[str, Any]:
     with needs_extras("octavo.nn.load_frozen"):
         from safetensors import SafetensorError, safe_open
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if whole.is_file():  # as `from_pretrained` chooses
+        files = [whole]
+    elif index.is_file():
+        files = sorted({path / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+    if not files:
+        raise FileNotFoundError(f"load_frozen: {path} has no *.safetensors file; save_pretrained writes them")
     stored: dict[str, Any] = {}
-    files: dict[str, Path] = {}
-    for file in _files(path):
+    for file in files:
         try:
             reader: Any = safe_open(file, framework="pt", device="cpu")
         except SafetensorError as error:
             raise ValueError(f"load_frozen: {file} is damaged: {error}. Nothing was loaded") from None
-        for name in reader.keys():
-            if name in stored:
-                raise ValueError(
-                    f"load_frozen: {files[name]} and {file} both have {name}: give the path of one file, or a folder "
-                    "with model.safetensors or its index. Nothing was loaded"
-                )
-            stored[name], files[name] = reader, file
+        if twice := sorted(stored.keys() & set(reader.keys())):
+            raise ValueError(
+                f"load_frozen: several files of {path} have {twice[0]}: give the path of one file, or a folder with "
+                "model.safetensors or its index. Nothing was loaded"
+            )
+        stored |= dict.fromkeys(reader.keys(), reader)
     return stored
-
-
-def _files(path: Path) -> list[Path]:
-    """Return the files that `from_pretrained` would read."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if whole.is_file():
-        files = [whole]
-    elif index.is_file():
-        try:
-            files = sorted({path / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"load_frozen: {index} is damaged: {type(error).__name__}: {error}") from None
-    if not path.exists():
-        raise FileNotFoundError(f"load_frozen: there is no file or folder {path}")
-    if not files:
-        raise FileNotFoundError(f"load_frozen: {path} has no *.safetensors file; save_pretrained writes them")
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise FileNotFoundError(f"load_frozen: {path} lacks {_first(missing)}, which {index.name} lists")
-    return files

@@ -3,9 +3,7 @@
     ShardedWeight        a rank's rows of W in their own dtype; FSDP gathers their FP8 bytes and scales
     Fp8AllGatherOutput   the whole W as those bytes and scales, which products read directly; never gathered in bf16
 
-FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of the shard. It pads, pins and moves shards, which drops
-attributes of a plain tensor, so this needs a subclass. With scales per row, the bytes match a single process and only
-the gather communicates. With scales per tensor, each gather first reduces the amax of its weights (`AmaxGroup`).
+FSDP2 pads, pins and moves shards, which drops attributes of a plain tensor, so this needs a subclass.
 """
 
 import math
@@ -13,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +19,15 @@ from torch import Tensor
 
 from octavo.kernels import dequantize, needs_both_orders, quantize
 from octavo.kernels.quantize.reference import scale_of, transposed
-from octavo.nn.resident import Fp8Weight, call_with, pad_rows, written
+from octavo.nn.resident import Arguments, Fp8Weight, Operation, Options, call_with, pad_rows, written
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import ROW, TENSOR, QuantSpec
 from octavo.runtime.torch_compat import disabled_torch_function, local_part, tree_map
 from octavo.tensor import ScaledTensor, contiguous_strides, local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # `GatheredInput`: X [..., K] that ranks of tensor parallelism gathered in FP8, each row quantized on the rank that has
 # it. Row scales know nothing of other rows, so these are the bytes and scales of one process. Recipes whose X is one
@@ -82,7 +83,7 @@ class GatheredInput(Tensor):
 
     def __init__(self, rows: Rows, shape: tuple[int, ...], dtype: torch.dtype) -> None: ...
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"GatheredInput({list(self.shape)}, {self.rows.x.spec})"
 
     def quantized(self, recipe: Recipe, needs_wgrad: bool) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
@@ -96,7 +97,9 @@ class GatheredInput(Tensor):
         return dequantize(self.rows.x, self.dtype).view(self.shape)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Operation, types: object, args: Arguments = (), kwargs: Options | None = None
+    ) -> Any:
         owner = args[0]
         if func in (aten.view_as.default, aten.reshape.default):  # inference mode does not decompose them
             return func.decompose(*args)
@@ -194,7 +197,7 @@ class ShardedWeight(Tensor):
 
     def __init__(self, local: Tensor, gather_format: GatherFormat) -> None: ...
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.local}, gathered as {self.gather_format.spec})"
 
     def __tensor_flatten__(self) -> tuple[list[str], GatherFormat]:
@@ -202,12 +205,14 @@ class ShardedWeight(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], gather_format: GatherFormat, size: Any, stride: Any
+        inner: dict[str, Tensor], gather_format: GatherFormat, size: object, stride: object
     ) -> "ShardedWeight":
         return ShardedWeight(inner["local"], gather_format)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Operation, types: object, args: Arguments = (), kwargs: Options | None = None
+    ) -> Any:
         out = call_with(ShardedWeight, lambda weight: weight.local, func, args, kwargs)
         owner = args[0] if args and isinstance(args[0], ShardedWeight) else None
         if owner is None:
@@ -217,7 +222,7 @@ class ShardedWeight(Tensor):
             return tree_map(lambda value: ShardedWeight(value, form) if isinstance(value, Tensor) else value, out)
         return owner if out is owner.local else out  # in place
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh: "DeviceMesh") -> tuple[tuple[Tensor, ...], ChannelScales | None]:
         """Return FP8 bytes of the rows, and their scales, padded to the size that every rank sends."""
         gather_format, local = self.gather_format, self.gather_format.rounded(self.local)
         padded_rows = -(-gather_format.rows // mesh.size())
@@ -236,7 +241,7 @@ class ShardedWeight(Tensor):
         return (data, scales if gather_format.by_tensor else pad_rows(scales, padded_rows)), channels
 
     def fsdp_post_all_gather(
-        self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+        self, outputs: Sequence[Tensor], metadata: ChannelScales | None, dtype: torch.dtype, *, out: object = None
     ) -> Any:
         """Return the whole weight, a view of the memory that every later gather refills."""
         if out is not None:
@@ -295,7 +300,7 @@ class Fp8AllGatherOutput(Fp8Weight):
             self.channel_factor, self.channel_inverse = channels.factor, channels.inverse
 
     @classmethod
-    def own_operation(cls, func: Any, args: Any, kwargs: Any) -> Any:
+    def own_operation(cls, func: Operation, args: Arguments, kwargs: Options) -> Any:
         """See `Fp8Weight.own_operation`; raises ValueError for operations that write."""
         if any(isinstance(value, Fp8AllGatherOutput) for value in written(func, args, kwargs)):
             raise ValueError(_write_error(str(func)))
@@ -317,7 +322,9 @@ class Fp8AllGatherOutput(Fp8Weight):
         return ["data_", "scale", *channels], (self.spec, self.dtype, self.is_transposed)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "Fp8AllGatherOutput":
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[Any, ...], size: object, stride: object
+    ) -> "Fp8AllGatherOutput":
         scales = inner.get("channel_factor"), inner.get("channel_inverse")
         channels = None if scales[0] is None or scales[1] is None else ChannelScales(scales[0], scales[1])
         spec, dtype, transposed = context

@@ -1,8 +1,4 @@
-"""LinearLike: the base class of layers that multiply by one weight matrix in FP8.
-
-`convert`, `revert`, `change_recipe`, `report`, FSDP's gather in FP8, the planner and `octavo.inspect` recognize such a
-layer by this class, and ask nothing of it but what stands here. docs/extending.md says what one more of them needs.
-"""
+"""LinearLike: the base class of layers that multiply by one weight matrix in FP8 (docs/extending.md)."""
 
 from typing import Any, ClassVar
 
@@ -44,13 +40,11 @@ class LinearLike(StatesOfResident):
     recipe: Recipe = DEFAULT
     keep_weights: bool = False
     weight_is_transposed: ClassVar[bool] = False
+    # Whether `nn.Module` finds weight and bias among the parameters, and they are used as they are.
     octavo_default_lookup: ClassVar[bool] = True
-    """Whether `nn.Module` finds `weight` and `bias` among the parameters, as no class of the layer defines them, and
-    they are used as they are."""
-    octavo_casts: ClassVar[bool] = False
-    """Whether weight and bias are cast to the dtype of the input."""
+    octavo_casts: ClassVar[bool] = False  # Whether weight and bias are cast to the dtype of the input
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         own_lookup = cls.__getattr__ is not nn.Module.__getattr__ or cls.__getattribute__ is not object.__getattribute__
         defines = any(name in vars(base) for base in cls.__mro__ for name in ("weight", "bias"))
@@ -65,12 +59,7 @@ class LinearLike(StatesOfResident):
         return weight.scale
 
     def octavo_quantizer(self) -> Quantizer:
-        """Return what quantizes X and G in a forward that begins now, and in its backward.
-
-        Raises:
-            ValueError: If the recipe has `equalization`, for which only `octavo.nn.equalized.Equalized` layers have
-                scales.
-        """
+        """Return what quantizes X and G in a forward that begins now, and in its backward."""
         if self.recipe.equalization:
             raise ValueError(
                 f"recipe {self.recipe.name!r} needs channel scales, which a {type(self).__name__} does not keep: "

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, TypeGuard
 
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from octavo.activations.detect import ORIGINAL, original_class, uses_default_call
 from octavo.activations.formulas import Formula, formula_of
@@ -24,7 +24,6 @@ from octavo.runtime.linear_kinds import LINEAR, kind_of, kind_of_class
 from octavo.runtime.swap import has_own_forward, set_class
 
 ATTRIBUTES = ("recipe", "keep_weights", equalized.ATTRIBUTE)  # Attributes of a converted linear besides its parameters
-_COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,24 +47,24 @@ FP8_CLASSES = {  # FP8 classes by plain class, as `octavo.runtime.linear_kinds.K
         fp8="octavo.nn.conv1d.Conv1D", equalized="octavo.nn.conv1d.EqualizedConv1D"
     ),
 }
+# Those of subclasses of `nn.Linear` that cast their weight to the dtype of the input
 CASTING = Fp8Classes(fp8="octavo.nn.equalized.CastingLinear", equalized="octavo.nn.equalized.CastingEqualizedLinear")
-"""Those of subclasses of `nn.Linear` that cast their weight to the dtype of the input."""
 
 
 class _Linears:
-    weight: Any
-    bias: Any
+    weight: Tensor
+    bias: Tensor | None
 
-    def functional(self, x: Any) -> Any:
+    def functional(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def early(self, x: Any) -> Any:
+    def early(self, x: Tensor) -> Tensor:
         y = x @ self.weight.T
         if self.bias is None:
             return y
         return y + self.bias
 
-    def late(self, x: Any) -> Any:
+    def late(self, x: Tensor) -> Tensor:
         y = x @ self.weight.T
         if self.bias is not None:
             y = y + self.bias
@@ -75,13 +74,13 @@ class _Linears:
 class _Casting(_Linears):
     """Ways to write one whose weight is cast to the dtype of the input, as nanochat and Whisper do."""
 
-    def without_bias(self, x: Any) -> Any:
+    def without_bias(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
-    def with_bias(self, x: Any) -> Any:
+    def with_bias(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
-    def with_bias_first(self, x: Any) -> Any:
+    def with_bias_first(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype) if self.bias is not None else None)
 
 
@@ -95,7 +94,7 @@ def computes_linear(module: nn.Module) -> bool:
 
 
 @cache
-def _linear_formula(owner: Any) -> Formula | None:
+def _linear_formula(owner: type) -> Formula | None:
     """Return the formula of a class, if it is that of `nn.Linear` and its parameters are plain attributes."""
     formula = formula_of(owner)
     hidden = any(inspect.getattr_static(owner, name, None) is not None for name in ("weight", "bias"))
@@ -104,7 +103,7 @@ def _linear_formula(owner: Any) -> Formula | None:
 
 
 @cache
-def _ways(owner: Any) -> list[Any]:
+def _ways(owner: type) -> list[Any]:
     """Return the expressions of the methods of one of the classes above, in order."""
     methods = [name for name, member in vars(owner).items() if inspect.isfunction(member)]
     return [formula.expression for name in methods if (formula := formula_of(owner, name)) is not None]
@@ -147,8 +146,6 @@ def lossy_subclass(module: nn.Module) -> str | None:
     own |= {name for owner in type(module).__mro__ for name in vars(owner)}
     if taken := [name for name in ATTRIBUTES if name in own]:
         return f"it has an attribute {taken[0]!r} of its own, which a converted linear uses: rename it"
-    if any(getattr(type(module), name, None) is not getattr(nn.Linear, name, None) for name in _COPYING):
-        return f"{kind} copies itself in its own way, and the copy might not have its recipe"
     try:
         fp8_class(type(module), DEFAULT)
     except Exception as error:

@@ -3,15 +3,9 @@
     z = softcap(scale · (H Wᵀ + b))     L = Σ lse(z) − z[target]     legend: T tokens, D features, V vocabulary
     ∂H = G W      ∂W = Gᵀ H             G = (softmax(z) − onehot) · ∂z/∂logits
 
-Logits [T,V] are the largest tensor of a language model. But a token's logits determine G up to one factor, the gradient
-of the loss. So forward takes C tokens at a time and also computes their gradients. It saves ∂H and ∂W for backward,
-which multiplies both by that factor. The arithmetic equals that of the plain loss: three products, each once.
-
-C is such that a chunk's logits take about the memory of H. ∂W is summed over chunks in its own dtype: float32, or bf16
-by products that accumulate in float32 within a chunk, with at most `MOST_CHUNKS` roundings. In fp16 the sum over
-tokens, which the mean divides only in backward, would overflow: it is float32, within a chunk too. Rejected: a float32
-sum for bf16 weights, which costs as much as it saves for small batches; and for fp16 dividing G by the number of tokens
-beforehand, because a loss scale, known only in backward, could then not prevent underflow.
+A token's logits determine G up to one factor, the gradient of the loss. So forward takes C tokens at a time, whose
+logits take about the memory of H, and saves ∂H and ∂W for backward, which multiplies both by that factor. ∂W is summed
+over chunks in its own dtype, with at most `MOST_CHUNKS` roundings; in float32 for fp16, where the sum would overflow.
 """
 
 from typing import Any, Literal
@@ -25,8 +19,8 @@ from octavo.numerics.suggestions import check_choice
 from octavo.runtime.derivatives import first_derivative_only, refuse_transforms
 from octavo.runtime.torch_compat import autocast_dtype, has_bf16_instructions, without_autocast
 
+# Maximum number of chunks. More would make products too small, and round the gradient of a bf16 weight too often
 MOST_CHUNKS = 32
-"""Maximum number of chunks. More would make products too small, and round the gradient of a bf16 weight too often."""
 
 _NAME, _REMEDY = "linear_cross_entropy", "compute the whole logits and torch.nn.functional.cross_entropy instead"
 
@@ -66,11 +60,14 @@ def linear_cross_entropy(
     refuse_transforms(_NAME, hidden, weight, bias, remedy=_REMEDY)
     dtype = autocast_dtype(hidden.device.type) or hidden.dtype
     h_TD, t_T = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
-    grad_enabled = torch.is_grad_enabled()
-    rows = chunk or chunk_tokens(h_TD.shape[0], h_TD.shape[1], weight.shape[0])
-    total: Tensor = _ChunkedFunction.apply(
-        h_TD, weight, bias, t_T, ignore_index, scale, softcap, rows, dtype, grad_enabled
+    options = (
+        scale,
+        softcap,
+        chunk or chunk_tokens(h_TD.shape[0], h_TD.shape[1], weight.shape[0]),
+        dtype,
+        torch.is_grad_enabled(),
     )
+    total: Tensor = _ChunkedFunction.apply(h_TD, weight, bias, t_T, ignore_index, *options)
     if reduction == "sum":
         return total
     count = (t_T != ignore_index).sum()
@@ -187,15 +184,11 @@ def _check(
     chunk: int | None,
 ) -> None:  # fmt: skip
     if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"linear_cross_entropy takes hidden [..., D] and weight [V, D]; got {list(hidden.shape)} and "
-            f"{list(weight.shape)}"
-        )
+        shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
+        raise ValueError(f"linear_cross_entropy takes hidden [..., D] and weight [V, D]; got {shapes}")
     if target.shape != hidden.shape[:-1] or target.dtype != torch.int64:
-        raise ValueError(
-            f"linear_cross_entropy: target is int64 {list(hidden.shape[:-1])}, a class for each token; got "
-            f"{target.dtype} {list(target.shape)}"
-        )
+        expected = f"int64 {list(hidden.shape[:-1])}, a class for each token"
+        raise ValueError(f"linear_cross_entropy: target is {expected}; got {target.dtype} {list(target.shape)}")
     if hidden.dtype != weight.dtype and autocast_dtype(hidden.device.type) is None:
         raise ValueError(
             f"linear_cross_entropy: hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them, or run "

@@ -1,14 +1,12 @@
-"""Measure the memory that a forward pass saves for backward.
+"""Measure the memory that a forward pass saves for backward, by unique storages, as the allocator does.
 
-Counts unique storages, as the allocator does: a tensor saved by three layers counts once, a view counts as the storage
-that it keeps alive. The model's own parameters and buffers do not count. `saved_for_backward` counts bytes; `audit`
-also lists the owner (the innermost running module) and the operation of each storage. Both work on CPU, on CUDA, and
-under FakeTensorMode. They do not count outputs that selective checkpointing holds outside autograd.
+Does not count the model's own parameters and buffers, and what selective checkpointing holds outside autograd.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from octavo.activations.exactness import created_nodes
 from octavo.activations.saved_tensors import PackedTensor
 from octavo.nn.resident import Fp8Weight
 from octavo.numerics.display import Table
@@ -57,14 +56,14 @@ class Audit:
     def by_owner(self) -> dict[str, int]:
         return self._summed("owner")
 
-    def _summed(self, name: str) -> dict[Any, int]:
-        sums: dict[Any, int] = {}
+    def _summed(self, name: str) -> Counter[Any]:
+        sums = Counter[Any]()
         for row in self.rows:
-            sums[getattr(row, name)] = sums.get(getattr(row, name), 0) + row.bytes
+            sums[getattr(row, name)] += row.bytes
         return sums
 
     def __str__(self) -> str:
-        groups: dict[Any, list[SavedStorage]] = {}
+        groups: dict[object, list[SavedStorage]] = {}
         for row in self.rows:
             groups.setdefault((pattern(row.owner), row.dtype, row.shape, row.op), []).append(row)
         cells: list[tuple[str, ...]] = []
@@ -108,22 +107,19 @@ def _recorded(model: nn.Module, *, owners: bool) -> Iterator[tuple[list[SavedSto
         # A node that saves its own output must not hold it with its `grad_fn`: gc does not see that cycle.
         return tensor if tensor.grad_fn is None else tensor.detach()
 
-    def pop(*_: Any) -> None:
+    def pop(*_: object) -> None:
         running.pop()
 
-    handles: list[Any] = []
-    for name, module in model.named_modules() if owners else ():
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name), prepend=True))
-        handles.append(module.register_forward_hook(pop, always_call=True))
-    try:
-        with own_saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield rows, known
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for name, module in model.named_modules() if owners else ():
+            push = module.register_forward_pre_hook(lambda *_, name=name: running.append(name), prepend=True)
+            hooks.enter_context(push)
+            hooks.enter_context(module.register_forward_hook(pop, always_call=True))
+        hooks.enter_context(own_saved_tensors_hooks(pack, lambda tensor: tensor))
+        yield rows, known
 
 
-def audit(model: nn.Module, batch: Any, *, loss: Callable[[nn.Module, Any], Tensor] | None = None) -> Audit:
+def audit(model: nn.Module, batch: object, *, loss: Callable[[nn.Module, Any], Tensor] | None = None) -> Audit:
     """Run one forward and list every storage that it saves for backward.
 
     Args:
@@ -147,7 +143,7 @@ def audit(model: nn.Module, batch: Any, *, loss: Callable[[nn.Module, Any], Tens
     return Audit(rows=tuple(sorted(rows, key=lambda storage: -storage.bytes)))
 
 
-def call(model: nn.Module, batch: Any) -> Any:
+def call(model: nn.Module, batch: object) -> Any:
     """Call a model with a batch in any format that `audit` takes."""
     if isinstance(batch, Mapping):
         return model(**batch)
@@ -155,19 +151,12 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch.float8_e4m3fn → "float8_e4m3fn"."""
     return str(dtype).removeprefix("torch.")
 
 
-def _saving_ops(outputs: Any) -> dict[int, str]:
+def _saving_ops(outputs: object) -> dict[int, str]:
     """Return, for every storage that the graph of some outputs holds, the operation that saved it first."""
-    stack = [leaf.grad_fn for leaf in _tensors(outputs) if leaf.grad_fn is not None]
-    nodes = set(stack)
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is not None and node not in nodes:
-                nodes.add(node)
-                stack.append(node)
+    nodes = created_nodes([leaf.grad_fn for leaf in _tensors(outputs)], first=0)
     ops: dict[int, str] = {}
     for node in sorted(nodes, key=lambda node: node._sequence_nr()):
         for tensor in _tensors(all_held_for_backward(node)):
@@ -175,8 +164,7 @@ def _saving_ops(outputs: Any) -> dict[int, str]:
     return ops
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, and those that Octavo's saved-tensor hooks hold."""
+def _tensors(value: object) -> list[Tensor]:
     tensors = []
     for leaf in tree_leaves(dict(value) if isinstance(value, Mapping) else value):
         if isinstance(leaf, Tensor):
@@ -187,7 +175,6 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _own_storages(model: nn.Module) -> Iterator[torch.UntypedStorage]:
-    """Yield the current storages of parameters and buffers, sharded or gathered."""
     for tensor in (*model.parameters(), *model.buffers()):
         parts = (tensor.data_, tensor.scale) if isinstance(tensor, Fp8Weight) else (local_tensor(tensor),)
         yield from (part.untyped_storage() for part in parts)

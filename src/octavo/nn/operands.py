@@ -1,7 +1,6 @@
 """Casts of X and G, and linears of DTensors and nested tensors; the legend is that of `octavo.nn.linear`.
 
-FP8 matrix units need both operands contiguous along the contraction, and X, W and G are each contracted over both of
-their dimensions. So on a GPU (`needs_both_orders`) each is quantized into both memory orders from one read.
+X, W and G are each contracted over both of their dimensions. So on a GPU each is quantized into both memory orders.
 """
 
 import math
@@ -31,8 +30,8 @@ from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import autocast_dtype, has_dense_rows, jagged_like
 from octavo.tensor import ScaledTensor, contiguous_strides
 
+# Data of X for forward and for wgrad, then the scales of both; for wgrad None, or those for forward, if not needed
 InputCasts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""Data of X for forward and for wgrad, then the scales of both; for wgrad None, or those for forward, if not needed."""
 
 
 def quantized_input(
@@ -62,15 +61,13 @@ class _CacheEntry:
 class ReuseCounter:
     """Whether other layers read the casts that a layer keeps."""
 
-    # After `MAX_UNUSED` casts in a row that none read, it keeps every `RETRY_EVERY`th: one costs as much as a launch.
-
     __slots__ = ("unread",)
 
     def __init__(self) -> None:
         self.unread = 0  # Casts kept or not kept since one was read
 
 
-MAX_UNUSED, RETRY_EVERY = 8, 64
+MAX_UNUSED, RETRY_EVERY = 8, 64  # After 8 casts in a row that none read, every 64th: one costs as much as a launch
 
 
 class InputCastCache(threading.local):
@@ -128,7 +125,6 @@ def cast_key(recipe: Recipe, both: bool, source: Hashable) -> tuple[str, str | N
 
 
 def note_reader(casts: dict[Any, Any]) -> None:
-    """Tell the layer that keeps these casts that another one read them."""
     if (readers := casts.get(ReuseCounter)) is not None:
         readers.unread = 0
 
@@ -138,12 +134,11 @@ INPUT_CASTS = InputCastCache()
 
 _LAYER = "a converted linear layer"
 first_derivative_only: Callable[..., Any] = derivatives.first_derivative_only(_LAYER)
-"""Decorates the backward of a linear layer."""
 Saved = tuple[Tensor | None, ...]
+# Data and scales of X for forward; those for wgrad, None where they are the same; what X is recomputed from
 QuantizedInput = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Recomputable | None]
-"""Data and scales of X for forward; those for wgrad, None where they are the same; what X is recomputed from."""
+# G for dgrad, and G for wgrad; None for a product that is not needed or runs in high precision
 QuantizedGradient = tuple[ScaledTensor | None, ScaledTensor | None]
-"""G for dgrad, and G for wgrad; None for a product that is not needed or runs in high precision."""
 
 
 def quantize_input(
@@ -213,10 +208,8 @@ def output_dtype(input: Tensor, weight: Tensor, dim: int = 1) -> torch.dtype | N
     derivatives.refuse_transforms(_LAYER, input, weight)
     if input.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"linear takes float32, bfloat16 or float16 input; got {input.dtype}")
-    if input.shape[-1] != weight.shape[dim]:
-        raise ValueError(
-            f"linear: the input's last dimension is in_features = {weight.shape[dim]}; got shape {tuple(input.shape)}"
-        )
+    if input.shape[-1] != (k := weight.shape[dim]):
+        raise ValueError(f"linear: the input's last dimension is in_features = {k}; got shape {tuple(input.shape)}")
     autocast = autocast_dtype(input.device.type)
     if autocast is None and input.dtype != weight.dtype:
         raise ValueError(
@@ -240,14 +233,12 @@ def multiplies_itself(weight: Tensor) -> bool:
 #     Shard(1)       Shard(-1)                       Partial()             ∂b on each rank, b in one of the summands
 #     Replicate      Replicate, or Shard of tokens   as X                  ∂W, ∂b Partial where X is sharded
 #
-# Each rank multiplies its part as `octavo.nn.linear` does, so scales cover what a rank has: whole rows of X and W with
-# Shard(0), where Y and ∂W are those of one process bit for bit, and parts of rows with Shard(1). X is redistributed as
-# the table wants, in its own dtype; an X or b that is no DTensor counts as Replicate. On a mesh of several dimensions
-# each dimension follows the table by itself.
+# Scales cover what a rank has: whole rows of X and W with Shard(0), parts of rows with Shard(1). X is redistributed as
+# the table wants, in its own dtype; an X or b that is no DTensor counts as Replicate.
 
 
 def dtensor_linear(
-    linear: Callable[..., Tensor], input: Tensor, weight: Any, bias: Tensor | None, recipe: Recipe, *options: Any
+    linear: Callable[..., Tensor], input: Tensor, weight: Any, bias: Tensor | None, recipe: Recipe, *options: object
 ) -> Tensor:
     """Return `linear` of each rank's parts of a weight that is a DTensor, as a DTensor."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # slow import
@@ -305,7 +296,6 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def has_tensor_scale(recipe: Recipe) -> bool:
-    """Return whether scales of X or W cover more than a rank has."""
     return TENSOR in (recipe.x.granularity, recipe.w.granularity)
 
 

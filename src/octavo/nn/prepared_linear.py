@@ -1,12 +1,9 @@
 """A linear's launches and products, prepared: the results of `octavo.nn.linear` in less host time (docs/host_time.md).
 
-The ordinary path of `octavo.nn.linear` calls seven ops, and each inspects its operands. What each finds depends only on
-options and on the dtypes, shapes, strides and devices of X, W, the bias and G. So the first forward leaves a
-`PreparedLinear`, which holds the plan of each op (`octavo.kernels.direct`), and later ones run it: the same kernels on
-the same operands. The ordinary path runs instead where something could see or change an op
+The first forward leaves a `PreparedLinear` with the plan of each op (`octavo.kernels.direct`), and later ones run it:
+the same kernels on the same operands. The ordinary path runs instead where something could see or change an op
 (`octavo.kernels.direct.signature`), X is recomputed in backward, FSDP gathers W in FP8, `accumulating` shares its cast,
 an equalized layer measures, a backend makes no plans, the registry's choices changed, or hooks changed saved tensors.
-Rejected: plans per op alone, with which a linear makes twice the Python calls.
 """
 
 import math
@@ -158,8 +155,8 @@ class BackwardPlan:
     )  # fmt: skip
 
     def __init__(
-        self, plan: Any, g_MN: Tensor, saved: Saved, channels: ChannelScales | None, dgrad: bool, wgrad: bool,
-        dbias: bool,
+        self, plan: "PreparedLinear", g_MN: Tensor, saved: Saved, channels: ChannelScales | None, dgrad: bool,
+        wgrad: bool, dbias: bool,
     ) -> None:  # fmt: skip
         recipe, (w_NK, w, w_scale, _, _) = plan.recipe, saved
         factor = None if channels is None else channels.factor
@@ -176,20 +173,18 @@ class BackwardPlan:
         if dgrad or self.fp8_wgrad:
             fold_w = g_MN.new_empty((1, plan.n), dtype=torch.float32) if self.folds_w else None
             fold_x = g_MN.new_empty((plan.m, 1), dtype=torch.float32) if self.folds_x else None
-            self.g = self._plan_gradient(g_MN, fold_w, fold_x, recipe)
+            if not self.fp8_wgrad or recipe.wgrad_g is None:
+                self.g = plan_quantize(g_MN, recipe.dgrad_g, fold_w)
+            elif not dgrad:
+                self.g = plan_quantize(g_MN, recipe.wgrad_g, fold_x, order="columns")
+            else:
+                self.g = _plan_both(g_MN, recipe.dgrad_g, fold_w, recipe.wgrad_g, fold_x)
             self.complete &= self.g is not None
         self.dx: Any = ProductPlan(recipe.dgrad_g, recipe.dgrad_w_epilogue or recipe.dgrad_w, "nn", x_dtype)
         self.dw: Any = None
         self.g_NM: Any = None
         if self.fp8_wgrad and recipe.wgrad_g is not None and recipe.wgrad_x is not None:
             self.dw = ProductPlan(recipe.wgrad_g, recipe.wgrad_x_epilogue or recipe.wgrad_x, "tn", self.w_dtype)
-
-    def _plan_gradient(self, g_MN: Tensor, fold_w: Tensor | None, fold_x: Tensor | None, recipe: Recipe) -> Any:
-        if not self.fp8_wgrad or recipe.wgrad_g is None:
-            return plan_quantize(g_MN, recipe.dgrad_g, fold_w)
-        if not self.dgrad:
-            return plan_quantize(g_MN, recipe.wgrad_g, fold_x, order="columns")
-        return _plan_both(g_MN, recipe.dgrad_g, fold_w, recipe.wgrad_g, fold_x)
 
     def run(self, g_MN: Tensor, saved: Saved, channels: ChannelScales | None) -> Gradients:
         """Return ∂X, ∂W and ∂b, None for those that are not needed, and for the input that is no tensor."""
@@ -316,9 +311,19 @@ class PreparedLinear:
 
     def backward(self, ctx: Any, g_MN: Tensor, saved: Saved, channels: ChannelScales | None) -> Gradients:
         """Return ∂X, ∂W and ∂b for G = ∂loss/∂Y [M,N]; None for those that nothing needs."""
-        needs = required_gradients(ctx, 3)
-        plan = self._backward_of(g_MN, saved, needs, channels, ctx.needs_input_grad)
-        return self._ordinary(ctx, g_MN, saved, needs, channels) if plan is None else plan.run(g_MN, saved, channels)
+        needs, tensors = required_gradients(ctx, 3), signature(g_MN, *saved)
+        if tensors is None or self.choices != CHOICES.changes:
+            return self._ordinary(ctx, g_MN, saved, needs, channels)
+        plan = self.backwards.get((needs, tensors))
+        if plan is None:
+            plan = self.backwards.add((needs, tensors), BackwardPlan(self, g_MN, saved, channels, *needs))
+        if not plan.complete:
+            return self._ordinary(ctx, g_MN, saved, needs, channels)
+        indices = [i for i, tensor in enumerate(saved) if tensor is not None]
+        if needs == ctx.needs_input_grad[:3] and len(indices) > 1:
+            matches = guard_of(g_MN, *(tensor for tensor in saved if tensor is not None))
+            self.match = itemgetter(*indices), matches, plan
+        return plan.run(g_MN, saved, channels)
 
     def _ordinary(
         self, ctx: Any, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...], channels: ChannelScales | None
@@ -330,27 +335,6 @@ class PreparedLinear:
             channels=scales, quantizer=JUST_IN_TIME, rematerializer=None, columns=self.k, dtypes=self.dtypes,
         )  # fmt: skip
         return (*self.ordinary(context, g_MN)[:3], None)
-
-    def _backward_of(
-        self, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...], channels: ChannelScales | None,
-        inputs_need: tuple[bool, ...],
-    ) -> BackwardPlan | None:  # fmt: skip
-        """Return the plan of a backward, found by the signature of its tensors; None without one."""
-        tensors = signature(g_MN, *saved)
-        if tensors is None or self.choices != CHOICES.changes:
-            return None
-        plan = self.backwards.get((needs, tensors))
-        if plan is None:
-            plan = self.backwards.add((needs, tensors), BackwardPlan(self, g_MN, saved, channels, *needs))
-        if not plan.complete:
-            return None
-        if needs != inputs_need[:3]:
-            return plan
-        indices = [i for i, tensor in enumerate(saved) if tensor is not None]
-        if len(indices) > 1:
-            matches = guard_of(g_MN, *(tensor for tensor in saved if tensor is not None))
-            self.match = itemgetter(*indices), matches, plan
-        return plan
 
     def shaped(self, gradients: Gradients) -> Gradients:
         dx_MK = gradients[0]
@@ -390,7 +374,7 @@ class _PlannedLinear(torch.autograd.Function):
         return gradients if plan.is_matrix else plan.shaped(gradients)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: object, *tangents: object) -> Any:
         raise transform_error("a converted linear layer")
 
 
@@ -428,10 +412,7 @@ def _plan_both(x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpe
 #     dgrad    ∂X = G W      the same, from the same bytes
 #
 # X and G are not quantized, so outputs and gradients are those of a base whose weights have the FP8 values, bit for bit
-# (where X is stored by columns, PyTorch adds up ∂X in another order). It costs the time of products in the wider dtype
-# and of reading W again, and a temporary copy of one weight. By default the projections of attention are weight-only:
-# docs/howto.md has their part in the error. Choosing v and o alone was rejected: it leaves Qwen3 below 28 dB, and
-# inference engines join q, k and v.
+# (where X is stored by columns, PyTorch adds up ∂X in another order).
 
 
 def _weight_only_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

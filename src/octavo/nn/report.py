@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import nn
@@ -154,7 +153,7 @@ def check_module(function: str, model: object, hint: str = "") -> None:
         raise TypeError(f"{function} takes a torch.nn.Module, the model itself; got {kind}{hint}")
 
 
-def report(model: nn.Module, batch: Any = None) -> Report:
+def report(model: nn.Module, batch: object = None) -> Report:
     """List every linear layer of a model, and other modules with matrix weights, with recipe and reason; and, with
     activations in FP8 or fused kernels, every module considered for that.
 
@@ -169,9 +168,6 @@ def report(model: nn.Module, batch: Any = None) -> Report:
     Returns:
         A `Report`: a sequence of rows with `.name`, `.converted`, `.recipe` and `.reason`; `.summary`; a table when
         printed.
-
-    Raises:
-        TypeError: If `model` is not a module.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
@@ -217,7 +213,7 @@ def report(model: nn.Module, batch: Any = None) -> Report:
     )  # fmt: skip
 
 
-def _run(model: nn.Module, batch: Any) -> tuple[dict[str, int], set[nn.Module]]:
+def _run(model: nn.Module, batch: object) -> tuple[dict[str, int], set[nn.Module]]:
     """Run a batch; return the bytes saved for backward by module, and the modules that were called."""
     called: set[nn.Module] = set()
     with ExitStack() as hooks:

@@ -3,23 +3,17 @@
     W [N,K] in bf16         2 bytes per parameter
     data_ [N,K], b [N,1]    1 + 4/K bytes per parameter: 1.001 for K = 4096
 
-`octavo.convert(model, frozen="fp8")` makes such parameters (`octavo.nn.frozen`). Forward and dgrad multiply the same
-bytes; there is no wgrad. Its dtype is that in which other code reads its values. The weights of a layer's experts are
-one tensor [E,·,·]: a matrix per expert, with scales of its own. A weight that is widened for its products
-(`octavo.nn.prepared_linear`) has adaptive FP8: codes uint8 and a scale per 128 elements of a row, 1.03 bytes per
-parameter.
-
-What changes the storage keeps the bytes: `.to(device)`, `.half()` (only the dtype in which it is read), `clone`,
-deepcopy, pickle. `copy_` from a plain tensor quantizes it, and from a `ResidentWeight` of one spec copies the bytes.
-Fills (`zero_`, `normal_`, …) quantize the filled matrix. Everything else that would write into it raises an error: FP8
-rounds away changes below 3 % of an element, as of most merged adapters and optimizer steps. So does unfreezing it.
+The weights of a layer's experts are one tensor [E,·,·], each matrix with scales of its own. A weight that is widened
+for its products (`octavo.nn.prepared_linear`) has adaptive FP8: uint8 codes and a scale per 128 elements of a row.
+What changes the storage (`.to(device)`, `clone`, pickle) keeps the bytes, `copy_` and fills quantize. Other writes
+raise: FP8 rounds away changes below 3 % of an element, as of most merged adapters and optimizer steps.
 """
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +28,17 @@ from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import disabled_torch_function, local_part, tree_leaves, tree_map
 from octavo.tensor import ScaledTensor, placed_like
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 # A weight that exists in FP8 only, W [N,K] ≈ diag(b) Wq: what FSDP gathered, replaced by the next gather
 # (`Fp8AllGatherOutput`), or a frozen parameter (`ResidentWeight`). With row scales the same bytes serve forward and
 # dgrad, because b folds into G. Operations other than Octavo's products read the dequantized values, with a warning.
 
 aten = torch.ops.aten
+Operation = Callable[..., Any]  # an `OpOverload`, with its positional and keyword arguments
+Arguments = Sequence[Any]
+Options = Mapping[str, Any]
 _VIEWS = (aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default)
 
 
@@ -53,14 +53,14 @@ class Fp8Weight(Tensor):
     mismatch_advice: ClassVar[str]  # What to do if a recipe needs another spec
     __torch_function__ = disabled_torch_function
 
-    def __init__(self, *arguments: Any) -> None: ...
+    def __init__(self, *arguments: object) -> None: ...
 
     @property
     def channels(self) -> ChannelScales | None:
         """Channel scales s of the data, which are those of W diag(s); None for W."""
         return None
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({list(self.shape)}, {self.spec})"
 
     def same_bytes(self) -> Tensor:
@@ -68,12 +68,14 @@ class Fp8Weight(Tensor):
         raise NotImplementedError
 
     @classmethod
-    def own_operation(cls, func: Any, args: Any, kwargs: Any) -> Any:
+    def own_operation(cls, func: Operation, args: Arguments, kwargs: Options) -> Any:
         """Run an operation that does not read the values; `NotImplemented` for others."""
         return NotImplemented
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Operation, types: object, args: Arguments = (), kwargs: Options | None = None
+    ) -> Any:
         own = cls.own_operation(func, args, kwargs or {})
         if own is not NotImplemented:
             return own
@@ -95,13 +97,14 @@ class Fp8Weight(Tensor):
         return (dequantize(w, torch.float32) * self.channels.inverse).to(dtype)
 
 
-def call_with(kind: type, replace: Callable[[Any], Any], func: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operation with tensors of a class replaced."""
+def call_with(
+    kind: type, replace: Callable[[Any], Any], func: Operation, args: Arguments, kwargs: Options | None
+) -> Any:
     args, kwargs = tree_map(lambda x: replace(x) if isinstance(x, kind) else x, (args, kwargs or {}))
     return func(*args, **kwargs)
 
 
-def written(func: Any, args: Any, options: Mapping[str, Any]) -> Iterator[Any]:
+def written(func: Any, args: Arguments, options: Options) -> Iterator[Any]:
     """Yield the tensors into which an operation writes."""
     if func._schema.is_mutable:
         for index, argument in enumerate(func._schema.arguments):
@@ -112,15 +115,12 @@ def written(func: Any, args: Any, options: Mapping[str, Any]) -> Iterator[Any]:
 def quantized_as(weight: Fp8Weight, spec: QuantSpec) -> ScaledTensor:
     """Return a weight as an operand. A function, because torch.compile passes no spec to a tensor's method."""
     if spec.text != weight.text:
-        raise ValueError(
-            f"this weight exists as {weight.text} only, but its layer's recipe needs {spec.text}: "
-            f"{weight.mismatch_advice}"
-        )
+        problem = f"this weight exists as {weight.text} only, but its layer's recipe needs {spec.text}"
+        raise ValueError(f"{problem}: {weight.mismatch_advice}")
     return ScaledTensor(weight.data_, weight.scale, spec)
 
 
 def for_dgrad(w: ScaledTensor) -> ScaledTensor:
-    """Return a weight in the memory order that dgrad needs on this device."""
     return ScaledTensor(transposed(w.data).t(), w.scale, w.spec) if needs_both_orders(w.data.device) else w
 
 
@@ -224,7 +224,9 @@ class ResidentWeight(Fp8Weight):
         return ["data_", "scale"], (self.spec, self.dtype, *self._whole)
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "ResidentWeight":
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: tuple[Any, ...], size: object, stride: object
+    ) -> "ResidentWeight":
         return cls(inner["data_"], inner["scale"], *context)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ResidentWeight":
@@ -232,14 +234,14 @@ class ResidentWeight(Fp8Weight):
             memo[id(self)] = _as_parameter_if(isinstance(self, nn.Parameter), self.clone())
         return memo[id(self)]  # type: ignore[no-any-return]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         data = self.data_.view(torch.uint8)  # Python's pickle does not read PyTorch's FP8 storages
         return _rebuilt, (data, self.scale, self.spec.text, self.dtype, isinstance(self, nn.Parameter))
 
     @classmethod
-    def own_operation(cls, func: Any, args: Any, kwargs: Any) -> Any:
+    def own_operation(cls, func: Operation, args: Arguments, kwargs: Options) -> Any:
         """See `Fp8Weight.own_operation`; raises ValueError for operations that change values or split the weight."""
-        weight, *rest = args or (None,)
+        weight, *rest = args
         if any(isinstance(value, ResidentWeight) for value in written(func, args, kwargs)):
             return _write(func, weight, rest, kwargs)
         if not isinstance(weight, ResidentWeight):
@@ -267,7 +269,7 @@ class ResidentWeight(Fp8Weight):
             return _expert(weight, rest[1])
         return _shard_operation(func, weight, rest, kwargs)
 
-    def map(self, function: Any, dtype: torch.dtype | None = None) -> "ResidentWeight":
+    def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "ResidentWeight":
         """Return the weight with a function applied to its data and scales."""
         return self.like(function(self.data_), function(self.scale), dtype)
 
@@ -305,11 +307,7 @@ class ResidentWeight(Fp8Weight):
         return ResidentWeight.quantized(plain, self.spec)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ResidentWeight":
-        """Return the weight.
-
-        Raises:
-            ValueError: If it should require gradients.
-        """
+        """Return the weight. Raises ValueError if it should require gradients."""
         if requires_grad:
             raise ValueError(
                 f"a weight {tuple(self.shape)} that is resident in FP8 is frozen and cannot be trained: an optimizer's "
@@ -345,16 +343,6 @@ class ResidentWeight(Fp8Weight):
         assert isinstance(value, ResidentWeight)
         self.data_, self.scale = value.data_, value.scale
 
-    def share_memory_(self) -> "ResidentWeight":
-        """Move data and scales to shared memory."""
-        self.data_.share_memory_()
-        self.scale.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Return whether the data is in shared memory."""
-        return bool(self.data_.is_shared())
-
     def data_ptr(self) -> int:
         """Raise ValueError: at no address are there values of the weight's dtype."""
         raise ValueError(
@@ -365,7 +353,7 @@ class ResidentWeight(Fp8Weight):
     storage = data_ptr
 
 
-def _write(func: Any, weight: Any, rest: Any, options: Mapping[str, Any]) -> Any:
+def _write(func: Operation, weight: ResidentWeight, rest: Arguments, options: Options) -> ResidentWeight:
     """Run an operation that replaces all values; raise ValueError for any other that writes."""
     if func is aten.copy_.default:
         weight.assign(rest[0])
@@ -423,7 +411,7 @@ class ResidentShard(ResidentWeight):
             )
         return super().quantized_alike(plain)
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh: "DeviceMesh") -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the bytes of the shard, and scales that are sharded too, padded to the size that every rank sends."""
         rows = -(-self.rows // mesh.size())
         data = pad_rows(self.data_.view(torch.uint8), rows)  # Gloo has no FP8
@@ -431,7 +419,7 @@ class ResidentShard(ResidentWeight):
         return (data, pad_rows(self.scale, rows)) if gathers_scale else (data,), self.scale
 
     def fsdp_post_all_gather(
-        self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+        self, outputs: Sequence[Tensor], metadata: Tensor, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """Return the whole weight, a view of the memory that every later gather refills."""
         scale = outputs[1][: self.rows] if len(outputs) > 1 else metadata
@@ -449,7 +437,7 @@ def pad_rows(x: Tensor, rows: int) -> Tensor:
     return full
 
 
-def _shard_operation(func: Any, weight: ResidentWeight, rest: Any, options: Mapping[str, Any]) -> Any:
+def _shard_operation(func: Operation, weight: ResidentWeight, rest: Arguments, options: Options) -> Any:
     """Run an operation by which FSDP2 makes a shard; `NotImplemented` for others."""
     whole = weight.rows if isinstance(weight, ResidentShard) else weight.shape[0]
 
@@ -492,7 +480,7 @@ SCALE_SUFFIX = "_scale"  # Name of the scales in a `state_dict`, after that of t
 class StatesOfResident(nn.Module):
     """Base class of layers whose `state_dict` has data and scales of weights that are resident in FP8."""
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, weight in resident_weights(self):
             parameter, key = self._parameters[name], prefix + name
@@ -500,7 +488,7 @@ class StatesOfResident(nn.Module):
             scale = scale_as_stored(weight.scale.detach(), weight.spec)
             destination[key + SCALE_SUFFIX] = _distributed(parameter, scale) if weight.shards_scale else scale
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         for name, parameter in self._parameters.items():
             key, weight = prefix + name, as_resident(parameter)
             problem = None
@@ -516,8 +504,7 @@ class StatesOfResident(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
-def as_resident(tensor: Any) -> ResidentWeight | None:
-    """Return a tensor, or this rank's part of it, if it is resident in FP8."""
+def as_resident(tensor: object) -> ResidentWeight | None:
     part = local_part(tensor)
     return part if isinstance(part, ResidentWeight) else None
 
@@ -562,7 +549,7 @@ def refuses_save_pretrained(model: nn.Module) -> bool:
     return _SAVE in vars(model) and _has_residents(model) and not getattr(model, "_hf_peft_config_loaded", False)
 
 
-def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+def _save_pretrained(model: nn.Module, *args: object, **kwargs: object) -> Any:
     if refuses_save_pretrained(model):
         raise ValueError(
             f"save_pretrained of {type(model).__name__}, whose frozen weights are resident in FP8: from_pretrained "
@@ -616,7 +603,6 @@ def scale_as_stored(scale: Tensor, spec: MessageSpec) -> Tensor:
 
 
 def scale_of_stored(scale: Tensor, spec: MessageSpec) -> Tensor:
-    """Return the scales of a resident weight, given those of a `state_dict`."""
     return scale.squeeze(-1).view(torch.float32) if isinstance(spec, AdaptiveSpec) else scale.to(spec.scale_dtype)
 
 

@@ -1,14 +1,7 @@
 """Build the default plan: the modules to convert, with reasons.
 
-Selection is by type: the classes of `octavo.runtime.linear_kinds`, subclasses of `nn.Linear` whose code computes the
-same (`octavo.nn.linear_subclasses`), and experts (`octavo.nn.experts`). All others are skipped with a reason: other
-subclasses, such as bitsandbytes' quantized layers, and the output projection of `nn.MultiheadAttention`, whose weight
-torch reads without calling the module.
-
-A vocabulary head stays in high precision by default: its output feeds the softmax directly, and each row of its weight
-is the target of one token in thousands. Heads are recognized by structure: tied to an embedding, or the model's
-declared output embedding, or a common head name and as many rows as an embedding. So do narrow linears, such as
-low-rank adapters, routers and small classifiers: reading and quantizing the wide side takes longer than FP8 saves.
+Vocabulary heads stay in high precision: their output feeds the softmax directly, and each row of their weight is the
+target of one token in thousands. So do narrow linears: quantizing their wide side takes longer than FP8 saves.
 """
 
 import inspect
@@ -35,11 +28,9 @@ from octavo.runtime.linear_kinds import kind_of_class
 from octavo.runtime.swap import has_own_forward, is_fully_sharded
 
 NARROW = 64  # Largest in_features or out_features of a narrow linear
+# A linear is narrow only if its other size is at least this many times as large, or it belongs to a LoRA adapter
 NARROW_RATIO = 8
-"""A linear is narrow only if its other size is at least this many times as large, or it belongs to a LoRA adapter."""
 HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "unembed", "unembedding")
-
-
 STORED_HOW = {  # Reasons in `report` for modules that store their activations in FP8 or run fused kernels
     "norm": "norm: input stored in FP8, output recomputed",
     "glu": "gated MLP: gate and up stored in FP8, their product recomputed",
@@ -58,7 +49,6 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer or experts of a mixture: what a plan gives a recipe."""
     return is_linear(module) or looks_like_experts(module)
 
 
@@ -268,7 +258,6 @@ def _padding(weight: Tensor) -> str:
 
 
 def _vocabulary_heads(model: nn.Module) -> dict[nn.Module, str]:
-    """Return vocabulary heads and how each is recognized."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     tied = {id(weight) for m in embeddings if (weight := own_weight(m)) is not None}
     rows = {m.num_embeddings for m in embeddings}

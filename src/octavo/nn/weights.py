@@ -1,8 +1,5 @@
 """Reuse FP8 casts of weights: `convert(keep_weights=True)` and `accumulating`.
 
-By default each forward and each backward quantizes a weight: 6 bytes of memory traffic per parameter and micro-batch,
-and no memory. A saved cast avoids that traffic but must never be stale. There are two kinds:
-
     one pass              Forward quantizes W once, and autograd saves the cast that dgrad reads: 4 bytes of traffic, 1
                           byte per parameter between forward and backward. A change of W that autograd sees raises.
     accumulating(model)   Inside, forwards share one cast: 4 bytes of traffic per optimizer step and 5 for the check at
@@ -10,13 +7,9 @@ and no memory. A saved cast avoids that traffic but must never be stale. There a
                           any other raises at the end.
 
 No broader reuse is safe. The version counter misses writes through `.data`, NumPy or a custom kernel; FSDP refills the
-same parameter, in the same memory, with the same version; parameters that are views of one buffer share a base; and
-comparing values costs most of what reuse saves. It pays for small micro-batches: quantizing a weight costs about 11 %
-of its products at 2048 tokens on an H200, and 3 % at 8192 (predicted).
-
-`keep_weights` has no effect if FSDP shards the weight (a cast would hold what FSDP frees), if it is no `nn.Parameter`,
-and in graphs of torch.compile, which quantize weights where they use them. `accumulating` shares nothing for experts
-that are distributed or stored as [E,K,N], under a dispatch mode, in inference mode and while a CUDA graph is captured.
+same parameter with the same version; and comparing values costs most of what reuse saves. No effect if FSDP shards the
+weight, if it is no `nn.Parameter`, in compiled graphs, and, of `accumulating`, for experts that are distributed or
+stored as [E,K,N], under a dispatch mode, in inference mode and while a CUDA graph is captured.
 """
 
 from collections.abc import Iterator
@@ -59,7 +52,6 @@ class WeightCastCache:
         return self.casts[key][3]
 
     def stale(self) -> list[Tensor]:
-        """Return a flag [], bool, for each cast of the current state: whether a new cast would differ."""
         if self.state != _state(self.parameter):
             return []
         return [_bits_differ(casts, _cast(w_NK, recipe, factor)) for w_NK, recipe, factor, casts in self.casts.values()]
@@ -101,12 +93,8 @@ def accumulating(model: nn.Module) -> Iterator[None]:
     `.data`, NumPy or a custom kernel) raises at the end, or when an optimizer steps, when all weights are quantized
     again and compared. It goes unnoticed only if it is undone, or followed by a reported change, before that.
 
-    Args:
-        model: Any module. Has no effect on other layers and on layers that FSDP shards.
-
     Raises:
-        RuntimeError: At exit, or at an optimizer step inside, if weights changed without PyTorch reporting it. Names
-            the first layer.
+        RuntimeError: At exit, or at an optimizer step inside, if weights changed without PyTorch reporting it.
 
     Examples:
         >>> model = octavo.convert(torch.nn.Linear(64, 64), keep_weights=True)
@@ -123,10 +111,10 @@ def accumulating(model: nn.Module) -> Iterator[None]:
                 caches[id(weight)] = WeightCastCache(fqn if name == "weight" else f"{fqn}.{name}", weight)
     _CACHES.update(caches)
 
-    def check(*_: Any) -> None:
+    def check(*_: object) -> None:
         _raise_if_stale(list(caches.values()))
 
-    def forget(*_: Any) -> None:
+    def forget(*_: object) -> None:
         for cache in caches.values():
             cache.casts = {}
 
