@@ -1,7 +1,4 @@
-"""Level 7: entry points with the names of other libraries, for code that moves to Octavo.
-
-torchao.py   torchao.float8.convert_to_float8_training
-"""
+"""Level 7: entry points with the names of other libraries, for code that moves to Octavo."""
 
 from octavo.compat import torchao
 

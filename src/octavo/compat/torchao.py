@@ -1,8 +1,7 @@
 """`convert_to_float8_training` with the arguments of `torchao.float8`, for code that moves from torchao to Octavo.
 
-torchao's recipes by their names in Octavo: tensorwise, rowwise, and rowwise_with_gw_hp as rowwise_hp_wgrad. Two things
-differ: torchao's row scales are powers of two, Octavo's are not; and Octavo leaves vocabulary heads and layers too
-narrow to gain in high precision, with a reason in `octavo.report(model)`. torchao itself is not needed.
+Two things differ: torchao's row scales are powers of two, Octavo's are not; and Octavo leaves vocabulary heads and
+layers too narrow to gain in high precision. torchao itself is not needed.
 """
 
 import dataclasses
@@ -17,8 +16,8 @@ from octavo.planner.auto_convert import convert
 
 M = TypeVar("M", bound=nn.Module)
 
+# Octavo's recipe for each recipe name of torchao
 RECIPE_NAMES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_with_gw_hp": "rowwise_hp_wgrad"}
-"""Octavo's recipe for each recipe name of torchao."""
 _NO_EFFECT = (  # Fields of torchao's configuration that do not change the recipe
     "enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate", "force_recompute_fp8_weight_in_bwd",
     "gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight",
@@ -26,7 +25,7 @@ _NO_EFFECT = (  # Fields of torchao's configuration that do not change the recip
 
 
 def convert_to_float8_training(
-    module: M, *, module_filter_fn: Callable[[nn.Module, str], bool] | None = None, config: Any = None
+    module: M, *, module_filter_fn: Callable[[nn.Module, str], bool] | None = None, config: object = None
 ) -> M:
     """Convert the linear layers of a model to FP8, in place, with torchao's arguments.
 
@@ -36,12 +35,8 @@ def convert_to_float8_training(
         config: The name of a torchao recipe, also as a `Float8LinearRecipeName`; a `torchao.float8.Float8LinearConfig`;
             or None for torchao's default, "tensorwise".
 
-    Returns:
-        The same model.
-
     Raises:
         ValueError: For an unknown recipe name, a configuration that is no recipe of torchao, or as `octavo.convert`.
-        TypeError: For another type of `config`, or as `octavo.convert`.
 
     Examples:
         >>> from octavo.compat.torchao import convert_to_float8_training
@@ -60,15 +55,14 @@ def convert_to_float8_training(
     return convert(module, RECIPE_NAMES[name], filter=module_filter_fn)
 
 
-def _recipe_name(config: Any) -> str:
+def _recipe_name(config: object) -> str:
     if config is None:
         return "tensorwise"
     name = getattr(config, "value", config)  # of torchao's enumeration of names
     if isinstance(name, str):
         if name not in RECIPE_NAMES:
-            raise ValueError(
-                f"torchao has no recipe {name!r}{nearest(name, RECIPE_NAMES)}. Known: {', '.join(RECIPE_NAMES)}"
-            )
+            known = ", ".join(RECIPE_NAMES)
+            raise ValueError(f"torchao has no recipe {name!r}{nearest(name, RECIPE_NAMES)}. Known: {known}")
         return name
     if not (dataclasses.is_dataclass(config) and hasattr(config, "from_recipe_name")):
         raise TypeError(f"config is the name of a torchao recipe or a Float8LinearConfig; got {config!r}")
@@ -76,8 +70,7 @@ def _recipe_name(config: Any) -> str:
         if _fields(config) == _fields(config.from_recipe_name(name)):
             return name
     raise ValueError(
-        f"this Float8LinearConfig is none of torchao's recipes {', '.join(RECIPE_NAMES)}: choose the nearest by name, "
-        "or a recipe of octavo.RECIPES for octavo.convert"
+        f"this Float8LinearConfig is none of torchao's recipes {', '.join(RECIPE_NAMES)}: choose one by name"
     )
 
 

@@ -1,8 +1,7 @@
 """FP8 in loops that use Hugging Face accelerate.
 
-`prepare` and `prepare_model` convert models in place before accelerate wraps or shards them, so that an optimizer made
-before keeps its parameters. With `inspect_every` or `autopilot`, a step begins with the first forward in training mode,
-and ends with the optimizer's step; its findings go to accelerate's trackers.
+Models are converted in place before accelerate wraps or shards them, so that an optimizer made before keeps its
+parameters. A sampled step begins with the first forward in training mode, and ends with the optimizer's step.
 """
 
 from functools import partial
@@ -25,10 +24,8 @@ class Fp8Accelerator(accelerate.Accelerator):
     Args:
         args: As the Accelerator's.
         precision: A level such as "fp8+activations", an `octavo.Precision`, or a table of its fields.
-        inspect_every: Optimizer steps between samples of the operands of the first model that is prepared; logged to
-            accelerate's trackers as `octavo/findings`, `octavo/lowest_sqnr_db`. 0 for none.
-        autopilot: Move layers whose statistics cross a limit to a safer recipe; samples every `inspect_every` steps,
-            or 50. Logged as `octavo/moved_layers`.
+        inspect_every: As of `octavo.integrations.transformers.Fp8TrainerMixin`, of the first model that is prepared.
+        autopilot: As there.
         kwargs: As the Accelerator's.
 
     Raises:
@@ -37,8 +34,8 @@ class Fp8Accelerator(accelerate.Accelerator):
     """
 
     def __init__(
-        self, *args: Any, precision: PrecisionLike = "fp8", inspect_every: int = 0, autopilot: bool = False,
-        **kwargs: Any,
+        self, *args: object, precision: PrecisionLike = "fp8", inspect_every: int = 0, autopilot: bool = False,
+        **kwargs: object,
     ) -> None:  # fmt: skip
         self.precision = precision_of(precision)
         self._inspection = inspect_every, autopilot
@@ -59,11 +56,8 @@ class Fp8Accelerator(accelerate.Accelerator):
         if fsdp is not None and fsdp.fsdp_version != 2:
             raise ValueError(f"{label} with FSDP1 is not supported: FullyShardedDataParallelPlugin(fsdp_version=2)")
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert the models among the arguments, then prepare all as `accelerate.Accelerator.prepare` does.
-
-        Modules without parameters, such as losses, are not converted.
-        """
+    def prepare(self, *args: object, **kwargs: object) -> Any:
+        """Convert the models among the arguments, then prepare all as `accelerate.Accelerator.prepare` does."""
         for optimizer in args:
             if isinstance(optimizer, torch.optim.Optimizer):
                 check_optimizer(self.precision, optimizer)
@@ -72,38 +66,33 @@ class Fp8Accelerator(accelerate.Accelerator):
                 self._convert(model)
         return super().prepare(*args, **kwargs)
 
-    def prepare_model(self, model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> nn.Module:
-        """Convert a model, then prepare it as `accelerate.Accelerator.prepare_model` does.
-
-        With `evaluation_mode=True` it is not converted.
-        """
+    def prepare_model(
+        self, model: nn.Module, *args: object, evaluation_mode: bool = False, **kwargs: object
+    ) -> nn.Module:
+        """Convert a model, but not with `evaluation_mode=True`, and prepare it as `accelerate.Accelerator` does."""
         if not evaluation_mode:
             self._convert(model)
         prepared: nn.Module = super().prepare_model(model, *args, evaluation_mode=evaluation_mode, **kwargs)
         return prepared
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object) -> Any:
         """Prepare an optimizer as `accelerate.Accelerator.prepare_optimizer` does; its steps end those of a sample."""
         bare: Any = getattr(optimizer, "optimizer", optimizer)
         if any(self._inspection) and not hasattr(bare, "octavo_step_hook"):
             bare.octavo_step_hook = bare.register_step_post_hook(self._end_step)
         return super().prepare_optimizer(optimizer, *args, **kwargs)
 
-    def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load a checkpoint as `accelerate.Accelerator.load_state` does.
-
-        Raises:
-            ValueError: If its FP8 optimizer states were loaded into another optimizer than `octavo.AdamW`.
-        """
+    def load_state(self, *args: object, **kwargs: object) -> None:
+        """Load a checkpoint as `accelerate.Accelerator.load_state` does."""
         super().load_state(*args, **kwargs)
         for optimizer in self._optimizers:
             check_optimizer(self.precision, optimizer)
 
-    def _end_step(self, *_: Any) -> None:
+    def _end_step(self, *_: object) -> None:
         if self._monitor is not None and (metrics := self._monitor.end()):
             self.log(metrics, step=self._monitor.number)
 
-    def free_memory(self, *objects: Any) -> Any:
+    def free_memory(self, *objects: object) -> Any:
         """Release all references, as `accelerate.Accelerator.free_memory` does, and those to models' FP8 state."""
         self._monitor = None
         registered: list[Any] = self._custom_objects
@@ -124,7 +113,7 @@ class Fp8Accelerator(accelerate.Accelerator):
         self.register_for_checkpointing(Fp8State(bare, self.precision, monitor))
 
 
-def _begin_step(monitor: Monitor, module: nn.Module, _: Any) -> None:
+def _begin_step(monitor: Monitor, module: nn.Module, _: object) -> None:
     if module.training and torch.is_grad_enabled():
         monitor.begin()
 

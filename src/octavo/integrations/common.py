@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -51,7 +52,7 @@ def prepare(model: nn.Module, precision: Precision, verbose: bool) -> None:
     _check_ranks(model)
 
 
-def optimizer_problem(optimizer: Any, precision: Precision) -> str | None:
+def optimizer_problem(optimizer: object, precision: Precision) -> str | None:
     """Return what an optimizer is instead of `octavo.AdamW` with the states of a precision; None if it fits."""
     optimizer = _bare_optimizer(optimizer)
     if precision.states != "fp8" and precision.master != "remainder":
@@ -63,7 +64,7 @@ def optimizer_problem(optimizer: Any, precision: Precision) -> str | None:
     return None
 
 
-def check_optimizer(precision: Precision, optimizer: Any) -> None:
+def check_optimizer(precision: Precision, optimizer: object) -> None:
     """Raise ValueError if either a precision or the states of an optimizer are FP8 ones, and the other is not."""
     if (problem := optimizer_problem(optimizer, precision)) is not None:
         raise ValueError(
@@ -71,18 +72,13 @@ def check_optimizer(precision: Precision, optimizer: Any) -> None:
             "octavo.AdamW(model.parameters(), …)"
         )
     bare = _bare_optimizer(optimizer)
-    if not isinstance(bare, AdamW) and any("exp_avg_fp8" in state for state in _states(bare)):
+    states = list(bare.state.values()) if isinstance(bare, torch.optim.Optimizer) else []
+    if not isinstance(bare, AdamW) and any(isinstance(each, Mapping) and "exp_avg_fp8" in each for each in states):
         name = f"{type(bare).__module__}.{type(bare).__name__}"
         raise ValueError(
             f"the checkpoint has FP8 optimizer states, which {name} does not read: go on "
             "with precision='fp8+activations+optimizer', or load the checkpoint without its optimizer states"
         )
-
-
-def _states(optimizer: Any) -> list[Mapping[str, Any]]:
-    # Optimizers of other libraries may keep something else there, or nothing.
-    states = getattr(optimizer, "state", None)
-    return [state for state in states.values() if isinstance(state, Mapping)] if isinstance(states, Mapping) else []
 
 
 def _bare_optimizer(optimizer: Any) -> Any:
@@ -166,7 +162,7 @@ class Fp8State:
         equalized.load_state_dict(self.model, state["equalized"])
 
 
-def warn_if_forgotten(used: Any, precision: Precision) -> None:
+def warn_if_forgotten(used: object, precision: Precision) -> None:
     """Warn if a model was trained in FP8, by the note in its configuration, and is now trained without."""
     if isinstance(used, Mapping) and "fp8" in str(used.get("precision")) and "fp8" not in precision.label:
         warnings.warn(

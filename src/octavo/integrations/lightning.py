@@ -66,18 +66,12 @@ class Fp8Precision(_Plugin, Precision):
     Args:
         precision: A level such as "fp8+activations", an `octavo.Precision`, or a table of its fields.
         autocast: Run what is not in FP8 under bf16 autocast.
-        inspect_every: Optimizer steps between samples of the layers' operands; the Trainer's loggers get
-            `octavo/findings` and `octavo/lowest_sqnr_db`. 0 for none.
-        autopilot: Move layers whose statistics cross a limit to a safer recipe; samples every `inspect_every` steps,
-            or 50. Logged as `octavo/moved_layers`.
+        inspect_every: As of `octavo.integrations.transformers.Fp8TrainerMixin`.
+        autopilot: As there.
     """
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Step, and sample the micro-batch that runs with it if that is due.
-
-        Raises:
-            ValueError: If `precision` has FP8 optimizer states and the optimizer has not.
-        """
+        """Step, and sample the micro-batch that runs with it if that is due."""
         check_optimizer(self.settings, optimizer)
         if self._monitor is None:
             return super().optimizer_step(optimizer, **kwargs)
@@ -104,11 +98,7 @@ class FabricFp8Precision(_Plugin, FabricPrecision):
         return super().forward_context()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step.
-
-        Raises:
-            ValueError: If `precision` has FP8 optimizer states and the optimizer has not.
-        """
+        """Step. Raises ValueError if `precision` has FP8 optimizer states and the optimizer has not."""
         check_optimizer(self.settings, optimizer)
         result = super().optimizer_step(optimizer, **kwargs)
         self._metrics = {} if self._monitor is None else self._monitor.end()

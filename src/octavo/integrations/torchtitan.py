@@ -1,9 +1,7 @@
 """FP8 in torchtitan: a converter for its model configs, which is also an override for its command line.
 
-torchtitan builds models from trees of configs. The converter builds the model once on the meta device, lets
-`octavo.convert` decide there, and replaces each `Linear.Config` that gets a recipe by one that builds the same linear
-in FP8. The other configs stay. Experts compute in FP8 through `GroupedExperts._grouped_mm`. Recipes that keep a state
-are refused: torchtitan's checkpoints would lose it.
+The converter builds the model once on the meta device, lets `octavo.convert` decide there, and replaces each
+`Linear.Config` that gets a recipe. Experts compute in FP8 through `GroupedExperts._grouped_mm`.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -142,11 +140,7 @@ class Fp8Converter(QuantizationConverter):
 
 @override(target=BaseModel.Config, description="Octavo: linears and experts in FP8")
 def fp8(cfg: Any, **settings: Any) -> Any:
-    """Convert a model's config from torchtitan's command line; `settings` are the fields of `Fp8Converter.Config`.
-
-    Raises:
-        ValueError: For unknown settings, and as `Fp8Converter`.
-    """
+    """Convert a model's config from torchtitan's command line; `settings` are the fields of `Fp8Converter.Config`."""
     known = [f.name for f in fields(Fp8Converter.Config)]
     if unknown := [name for name in settings if name not in known]:
         raise ValueError(f"octavo.integrations.torchtitan.fp8 has no setting {unknown[0]!r}. Known: {', '.join(known)}")

@@ -1,16 +1,14 @@
 """FP8 in Transformers' Trainer and its subclasses, such as TRL's SFTTrainer.
 
-The model is converted in place when the Trainer is made, before it is wrapped or an optimizer exists. Everything else
-is the Trainer's own. A checkpoint gets a file `octavo.json` with the precision, the recipe of each layer, and the state
-of the autopilot and of recipes that have one. A saved `config.json` notes the precision: a Trainer of this module that
-trains the model without FP8 afterwards warns.
+The model is converted when the Trainer is made, before it is wrapped or an optimizer exists. A checkpoint gets a file
+`octavo.json` with the FP8 state; a saved `config.json` notes the precision, so that training without FP8 later warns.
 """
 
 import json
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -34,12 +32,16 @@ with needs_extras("octavo.integrations.transformers", "pip install transformers 
     from transformers import Trainer
 
 T = TypeVar("T", bound=type)
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:
+    _Trainer = object  # of the mixin: `with_fp8` adds a Trainer's class
 
 STATE_FILE = "octavo.json"  # File in a checkpoint with the FP8 state of the model
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")  # Values of `TrainingArguments.optim` that Octavo replaces
 
 
-class Fp8TrainerMixin:
+class Fp8TrainerMixin(_Trainer):
     """What `with_fp8` adds to a Trainer. Use it as the first base class of a Trainer of your own.
 
     Args:
@@ -55,8 +57,6 @@ class Fp8TrainerMixin:
         ValueError: For settings that contradict each other: FP8 with `fp16=True`, with accelerate's own FP8, FSDP1 or
             DeepSpeed; FP8 optimizer states with an optimizer that is not AdamW.
     """
-
-    state: Any  # of the Trainer
 
     def __init__(
         self, *args: Any, precision: PrecisionLike = "fp8", inspect_every: int = 0, autopilot: bool = False,
@@ -76,44 +76,42 @@ class Fp8TrainerMixin:
         return self.precision.states == "fp8" or self.precision.master == "remainder"
 
     def _check_settings(self) -> None:
-        trainer: Any = self
-        args, label = trainer.args, f"precision={self.precision.label!r}"
-        if args.fp16 and self.precision.matmul == "fp8":
+        label = f"precision={self.precision.label!r}"
+        if self.args.fp16 and self.precision.matmul == "fp8":
             raise ValueError(f"{label} with fp16=True: FP8 training needs the range of bfloat16; set bf16=True")
-        if trainer.accelerator.mixed_precision == "fp8":
+        if self.accelerator.mixed_precision == "fp8":
             raise ValueError(f"{label}, and accelerate's own FP8 is on: set mixed_precision to 'bf16' in its settings")
-        if trainer.is_deepspeed_enabled:
+        if self.is_deepspeed_enabled:
             raise ValueError(f"{label} under DeepSpeed is not supported: use FSDP2 or DDP")
-        if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+        if self.is_fsdp_enabled and getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
             raise ValueError(f"{label} with FSDP1 is not supported: set fsdp_version = 2 in fsdp_config")
-        if self._fp8_optimizer:
-            problem = None
-            chosen = trainer.optimizer_cls_and_kwargs
-            if trainer.optimizer is not None:
-                if (wrong := optimizer_problem(trainer.optimizer, self.precision)) is not None:
-                    problem = f"optimizers=(…) has {wrong}"
-            elif chosen is not None:
-                if not (isinstance(chosen[0], type) and issubclass(chosen[0], AdamW)):
-                    problem = f"optimizer_cls_and_kwargs names {chosen[0].__name__}"
-            elif str(getattr(args.optim, "value", args.optim)) not in _ADAMW:
-                problem = f"args.optim is {getattr(args.optim, 'value', args.optim)!r}"
-            if problem is not None:
-                raise ValueError(
-                    f"{label} has FP8 states of AdamW, but {problem}: use optim='adamw_torch', or precision='fp8' or "
-                    "'fp8+activations'"
-                )
+        if not self._fp8_optimizer:
+            return
+        problem, chosen = None, self.optimizer_cls_and_kwargs
+        optim = str(getattr(self.args.optim, "value", self.args.optim))
+        if self.optimizer is not None:
+            if (wrong := optimizer_problem(self.optimizer, self.precision)) is not None:
+                problem = f"optimizers=(…) has {wrong}"
+        elif chosen is not None:
+            if not (isinstance(chosen[0], type) and issubclass(chosen[0], AdamW)):
+                problem = f"optimizer_cls_and_kwargs names {chosen[0].__name__}"
+        elif optim not in _ADAMW:
+            problem = f"args.optim is {optim!r}"
+        if problem is not None:
+            raise ValueError(
+                f"{label} has FP8 states of AdamW, but {problem}: use optim='adamw_torch', or precision='fp8' or "
+                "'fp8+activations'"
+            )
 
     def _bare_model(self) -> nn.Module:
-        trainer: Any = self
-        model: nn.Module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        model: nn.Module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         return model
 
     def _convert(self, model: nn.Module) -> None:
-        trainer: Any = self
-        config: Any = getattr(model, "config", None)
+        config = getattr(model, "config", None)
         warn_if_forgotten(getattr(config, "octavo", None), self.precision)
-        prepare(model, self.precision, verbose=trainer.is_world_process_zero())
-        if refuses_save_pretrained(model) and trainer.args.save_strategy != "no":
+        prepare(model, self.precision, verbose=self.is_world_process_zero())
+        if refuses_save_pretrained(model) and self.args.save_strategy != "no":
             raise ValueError(
                 "the frozen weights of this model are resident in FP8, so save_pretrained raises, and with it each "
                 "checkpoint: train adapters (peft.get_peft_model(model, …)), whose checkpoints hold them alone, or set "
@@ -121,34 +119,29 @@ class Fp8TrainerMixin:
             )
         if config is not None:
             config.octavo = {"version": __version__, "precision": self.precision.label}
-        self._monitor = monitor_of(model, *self._inspection, verbose=trainer.is_world_process_zero())
+        self._monitor = monitor_of(model, *self._inspection, verbose=self.is_world_process_zero())
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make and convert the model: a Trainer with `model_init` calls this for each training."""
-        trainer: Any = super()
-        model: nn.Module = trainer.call_model_init(trial)
+        model: nn.Module = super().call_model_init(trial)
         if hasattr(self, "accelerator"):  # else the constructor converts it
             self._convert(model)
         return model
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Create `octavo.AdamW` where `precision` has FP8 states, else the Trainer's own optimizer.
-
-        Raises:
-            ValueError: If a subclass of the Trainer creates another optimizer where `precision` has FP8 states.
-        """
-        trainer: Any = self
-        chosen = trainer.optimizer_cls_and_kwargs
-        if self._fp8_optimizer and trainer.optimizer is None:
-            args = trainer.args
-            options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-            options["states"] = self.precision.states
-            options["master"] = None if self.precision.master == "none" else self.precision.master
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Create `octavo.AdamW` where `precision` has FP8 states, else the Trainer's own optimizer."""
+        chosen, given = self.optimizer_cls_and_kwargs, self.args
+        if self._fp8_optimizer and self.optimizer is None:
+            options = {
+                "lr": given.learning_rate, "betas": (given.adam_beta1, given.adam_beta2), "eps": given.adam_epsilon,
+                "states": self.precision.states,
+                "master": None if self.precision.master == "none" else self.precision.master,
+            }  # fmt: skip
             cls, own = chosen or (AdamW, {})
-            trainer.optimizer_cls_and_kwargs = cls, {**options, **own}
-        optimizer: torch.optim.Optimizer = cast(Any, super()).create_optimizer(*(() if model is None else (model,)))
-        trainer.optimizer_cls_and_kwargs = chosen
-        if (problem := optimizer_problem(trainer.optimizer, self.precision)) is not None:
+            self.optimizer_cls_and_kwargs = cls, {**options, **own}
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        self.optimizer_cls_and_kwargs = chosen
+        if (problem := optimizer_problem(self.optimizer, self.precision)) is not None:
             raise ValueError(
                 f"precision={self.precision.label!r} has FP8 states of AdamW, but {type(self).__name__} created "
                 f"{problem}: create an octavo.AdamW there, or use precision='fp8' or 'fp8+activations'"
@@ -157,14 +150,12 @@ class Fp8TrainerMixin:
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a micro-batch; sample the first one of each optimizer step that is due."""
-        trainer: Any = super()
         step = self.state.global_step + 1
         if self._monitor is None or step == self._sampled_step:
-            loss: torch.Tensor = trainer.training_step(*args, **kwargs)
-            return loss
+            return super().training_step(*args, **kwargs)
         self._sampled_step = step
         with self._monitor.step(step) as metrics:
-            loss = trainer.training_step(*args, **kwargs)
+            loss = super().training_step(*args, **kwargs)
         self._fp8_metrics |= metrics
         return loss
 
@@ -173,33 +164,28 @@ class Fp8TrainerMixin:
         if "loss" in logs:
             logs |= self._fp8_metrics
             self._fp8_metrics = {}
-        trainer: Any = super()
-        trainer.log(logs, *args, **kwargs)
+        super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Save the model as the Trainer does, and its FP8 state beside it."""
-        trainer, parent = cast(Any, self), cast(Any, super())
-        parent.save_model(output_dir, *args, **kwargs)
-        if trainer.args.should_save:
+        super().save_model(output_dir, *args, **kwargs)
+        if self.args.should_save:
             state = Fp8State(self._bare_model(), self.precision, self._monitor).state_dict()
-            folder = Path(trainer.args.output_dir if output_dir is None else output_dir)
+            folder = Path(output_dir or self.args.output_dir or "")
             folder.mkdir(parents=True, exist_ok=True)  # FSDP writes its shards there later
             _write(folder / STATE_FILE, json.dumps(state))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        trainer: Any = super()
-        trainer._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
         self._load_fp8_state(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        trainer: Any = super()
-        trainer._load_optimizer_and_scheduler(checkpoint)
-        check_optimizer(self.precision, cast(Any, self).optimizer)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        check_optimizer(self.precision, self.optimizer)
 
     def _load_best_model(self) -> None:
-        trainer: Any = super()
-        trainer._load_best_model()
-        self._load_fp8_state(self.state.best_model_checkpoint)
+        super()._load_best_model()
+        self._load_fp8_state(self.state.best_model_checkpoint or "")
 
     def _load_fp8_state(self, checkpoint: str) -> None:
         """Load the recipes of a checkpoint and their state; warn if it has none."""
@@ -239,9 +225,6 @@ def with_fp8(trainer: T) -> T:
     Args:
         trainer: `transformers.Trainer` or a subclass, such as `trl.SFTTrainer`. One that trains in FP8 already is
             returned as it is.
-
-    Raises:
-        TypeError: For anything else.
 
     Examples:
         >>> from transformers import Trainer

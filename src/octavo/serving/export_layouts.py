@@ -8,12 +8,8 @@
     mxfp8       weight_scale        uint8 [N,K/32], exponents e of      one scale per token and 32 channels
                                     s = 2^(e - 127)
 
-    fp8-row     `float-quantized` of the package compressed-tensors, as its preset FP8_DYNAMIC
-    fp8-block   that of DeepSeek-V3 and Qwen3-FP8: "quant_method": "fp8", `FineGrainedFP8Config` of Transformers
-    mxfp8       `mxfp8-quantized` of compressed-tensors, as its preset MXFP8
-
-`weight_scale_inv` is the dequantization scale, as the others are; DeepSeek's name for it is misleading. Blocks at the
-edges may be partial in `fp8-block`; `mxfp8` has no partial groups. `tests/serving` compares with both packages.
+fp8-row and mxfp8 are FP8_DYNAMIC and MXFP8 of compressed-tensors, fp8-block is DeepSeek-V3's. `weight_scale_inv` is the
+dequantization scale, as the others are. Blocks at the edges may be partial; `mxfp8` has no partial groups.
 """
 
 from collections.abc import Callable, Sequence

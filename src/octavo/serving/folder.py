@@ -1,8 +1,6 @@
-"""Folders that appear complete or not at all.
+"""Folders that appear complete or not at all: written under a hidden name, and renamed at the end.
 
-A new folder is written beside its place under a hidden name, and renamed at the end. An empty folder that is there,
-which may be a mount point or somebody's working directory, stays: its content is written into a hidden folder inside,
-and moved up at the end. After an error, such as a full disk, nothing is left.
+An empty folder that is there, which may be a mount point or a working directory, stays: its content is moved up.
 """
 
 import shutil

@@ -5,11 +5,7 @@
 
 A layer is written in FP8 if training multiplied by exactly those values: its recipe is the layout's, and quantizing
 the tensors of the checkpoint gives the bytes that quantizing its parameter gives. The second can fail for experts:
-Transformers keeps gate and up of an expert in one matrix, the checkpoint in two, and a block of 128 rows may belong to
-both. All other layers keep their dtype, and the configuration lists them.
-
-Saving with a quantizer of Transformers was rejected: it quantizes anew, by rules of its own, and leaves matrices with
-partial blocks in high precision.
+a block of 128 rows may belong to gate and up, which the checkpoint stores apart. Others stay in high precision.
 """
 
 import copy
@@ -20,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,11 +37,14 @@ from octavo.serving.export_layouts import LAYOUTS, ExportLayout, get_layout
 from octavo.serving.folder import new_folder
 from octavo.tensor import ScaledTensor
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # Layers that vLLM computes as one
 
 
 def export(
-    model: Any, path: str | Path, *, to: str = "fp8-row", max_shard_size: int | str = "50GB",
+    model: "PreTrainedModel", path: str | Path, *, to: str = "fp8-row", max_shard_size: int | str = "50GB",
     details: Mapping[str, str] | None = None,
 ) -> Exported:  # fmt: skip
     """Write a converted Transformers model as a checkpoint in FP8, with its configuration and a model card.
@@ -71,7 +70,6 @@ def export(
         ValueError: For an unknown layout, a `path` that holds something, a model without a layer that the layout
             describes, a model whose reader in Transformers has other tensors, a model that is sharded, has adapters or
             no values, and for a weight that holds NaN or infinity.
-        TypeError: If `model` is not a model of Transformers.
         OSError: If the folder cannot be written, as on a full disk. Nothing is left of it.
 
     Examples:
@@ -95,7 +93,7 @@ def export(
     return exported
 
 
-def check_exportable(model: Any) -> None:
+def check_exportable(model: "PreTrainedModel") -> None:
     """Raise TypeError or ValueError for a model that cannot be exported."""
     with needs_extras("octavo.export"):
         from transformers import PreTrainedModel
@@ -144,7 +142,7 @@ def check_shard_size(size: int | str) -> None:
         raise ValueError(f'max_shard_size is a size such as "5GB", "500MB" or "4GiB"; got {size!r}')
 
 
-def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size: int | str) -> Exported:
+def write(model: "PreTrainedModel", folder: Path, layout: ExportLayout | None, max_shard_size: int | str) -> Exported:
     """Write weights and configuration into a folder that is there."""
     rows = {row.name: row.reason for row in report(model) if not row.converted}
     save = type(model).save_pretrained  # that of a model with resident weights raises
@@ -198,7 +196,7 @@ def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size:
     return Exported(path=folder, layout=layout.name, fp8=tuple(fp8), high_precision=high_precision, notes=notes)
 
 
-def _state_dict(model: Any) -> dict[str, Tensor]:
+def _state_dict(model: "PreTrainedModel") -> dict[str, Tensor]:
     """Return what `save_pretrained` writes of a model, before it gives tensors their names in checkpoints."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -208,7 +206,7 @@ def _state_dict(model: Any) -> dict[str, Tensor]:
     return dict(remove_tied_weights_from_state_dict(state, model))
 
 
-def _check_reader(model: Any, saved: Mapping[str, Tensor], layout: ExportLayout) -> None:
+def _check_reader(model: "PreTrainedModel", saved: Mapping[str, Tensor], layout: ExportLayout) -> None:
     """Raise ValueError unless the model that Transformers builds to read the checkpoint has the same tensors."""
     # It is built on the meta device: Transformers replaces experts of some classes if a checkpoint is quantized.
     from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
@@ -252,7 +250,7 @@ def _nothing_fits(layout: ExportLayout, misfits: Mapping[str, str]) -> str:
 
 
 def _notes(
-    model: Any, layout: ExportLayout, misfits: Mapping[str, str], quantized: Mapping[str, ScaledTensor],
+    model: "PreTrainedModel", layout: ExportLayout, misfits: Mapping[str, str], quantized: Mapping[str, ScaledTensor],
     fp8: Sequence[str],
 ) -> tuple[str, ...]:  # fmt: skip
     """Return what a reader of the folder must know, a sentence or two each."""
@@ -286,7 +284,7 @@ def _notes(
     return tuple(notes)
 
 
-def _ignored(model: Any, high_precision: Mapping[str, str]) -> list[str]:
+def _ignored(model: "PreTrainedModel", high_precision: Mapping[str, str]) -> list[str]:
     """Return the modules that stay in high precision, by their names in the model and in its checkpoints."""
     names = []
     for fqn in high_precision:
@@ -312,9 +310,8 @@ def no_progress_bar() -> Iterator[None]:
 
 
 def _quantized_weights(
-    model: Any, fqn: str, module: LinearLike | Experts, layout: ExportLayout, saved: Mapping[str, Tensor]
+    model: "PreTrainedModel", fqn: str, module: LinearLike | Experts, layout: ExportLayout, saved: Mapping[str, Tensor]
 ) -> dict[str, ScaledTensor] | str:
-    """Quantize the weights of a converted module."""
     if not layout.fits(module.recipe):
         return f"it computes in recipe {module.recipe.name}, which {layout.name} does not describe"
     if isinstance(module, Experts):
@@ -363,18 +360,17 @@ def _quantized_weights(
     return pieces
 
 
-def _resident_weights(model: Any) -> dict[str, ResidentWeight]:
+def _resident_weights(model: "PreTrainedModel") -> dict[str, ResidentWeight]:
     """Return the weights that are resident in FP8, by all their names."""
     parameters = model.named_parameters(remove_duplicate=False)
     return {name: weight for name, weight in parameters if isinstance(weight, ResidentWeight)}
 
 
-def state_dict(model: Any) -> dict[str, Tensor]:
+def state_dict(model: "PreTrainedModel") -> dict[str, Tensor]:
     """Return the state of a model, with the data of resident weights and without their scales."""
     scales = {name + SCALE_SUFFIX for name in _resident_weights(model)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in scales}
 
 
 def _on_cpu(weight: ResidentWeight) -> Tensor:
-    """Return the values of a resident weight on the CPU, in the dtype of its interface."""
     return weight.dequantized(weight.dtype).cpu()
