@@ -3,7 +3,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.numerics import Precision
@@ -31,21 +31,12 @@ def toml(tmp_path):
 
 
 def test_defaults_and_overrides(toml):
-    config = load_config(
-        toml,
-        [
-            "optim.lr=3e-4", "precision.level=fp8", 'precision.skip=["*lm_head*"]', "model.config.hidden_size=128",
-            "run.name=a b", "precision.loss_scale=1024.0",
-        ],
-    )  # fmt: skip
-    assert config.optim.lr == 3e-4
-    assert config.model.config["hidden_size"] == 128
+    settings = ["optim.lr=3e-4", "precision.level=fp8", 'precision.skip=["*lm_head*"]', "model.config.hidden_size=128"]
+    config = load_config(toml, [*settings, "run.name=a b", "precision.loss_scale=1024.0"])
+    assert (config.optim.lr, config.model.config["hidden_size"], config.run.name) == (3e-4, 128, "a b")
     assert config.model.config["rope_parameters"]["rope_theta"] == 1e4
-    assert config.run.name == "a b"
-    assert config.precision.skip == ("*lm_head*",)
-    assert config.precision.loss_scale == 1024.0
-    assert config.precision_label == "fp8 rowwise"
-    assert load_config(toml).precision_label == "bf16"
+    assert config.precision.skip == ("*lm_head*",) and config.precision.loss_scale == 1024.0
+    assert config.precision_label == "fp8 rowwise" and load_config(toml).precision_label == "bf16"
 
 
 def test_an_alias_of_a_level_is_saved_under_its_name(toml):
@@ -74,10 +65,8 @@ def test_an_alias_of_a_level_is_saved_under_its_name(toml):
 )  # fmt: skip
 def test_a_part_of_the_level_can_be_set_by_itself(toml, overrides, asked):
     config = load_config(toml, overrides)
-    assert config.resolved == asked
-    assert config.precision_label == asked.label
-    again = parse_config(tomllib.loads(config.to_toml()))
-    assert again == config
+    assert config.resolved == asked and config.precision_label == asked.label
+    assert parse_config(tomllib.loads(config.to_toml())) == config
 
 
 @pytest.mark.parametrize(
@@ -108,7 +97,6 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml, overrides, asked):
         ("lr=1", r'override "lr=1": write section.key=value'),
         ("run.steps.x=1", r"steps is a value, not a table"),
         ("data.source=~nouser/x", r"data.source: there is no home folder for ~nouser/x"),
-        ('data.cache="a\\u0000"', r"data.cache: a path has no NUL"),
         ("data.vocab_size=99999999999", r"data.vocab_size: should be less than or equal to 1048576"),
         (f"run.steps={'1' * 5000}", r"run.steps: should be a valid integer"),
         *((f"{key}={10**30}", rf"{key}: should be less than or equal to 2147483647, got 1000") for key in LARGE),
@@ -174,18 +162,14 @@ def test_what_an_override_may_be(toml, tmp_path, override, read, value):
     assert load_config(tmp_path / "again.toml") == config
 
 
-@pytest.mark.parametrize(
-    ("path", "overrides", "warmup"),
-    [
-        ("demo", ["run.steps=3"], 1),
-        ("demo", ["run.steps=1"], 0),
-        ("demo", ["run.steps=11"], 10),
-        ("own-data", ["run.steps=60"], 30),
-        ("own-data", ["run.steps=3"], 1),
-        ("own-data", ["run.steps=4", "optim.decay=1.0"], 0),
-        ("demo", ["run.steps=3", "optim.warmup=2"], 2),
-    ],
-)
+SHORT = [
+    ("demo", ["run.steps=3"], 1), ("demo", ["run.steps=1"], 0), ("demo", ["run.steps=11"], 10),
+    ("demo", ["run.steps=3", "optim.warmup=2"], 2), ("own-data", ["run.steps=60"], 30),
+    ("own-data", ["run.steps=3"], 1), ("own-data", ["run.steps=4", "optim.decay=1.0"], 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "overrides", "warmup"), SHORT)
 def test_a_short_run_of_a_shipped_configuration_just_works(path, overrides, warmup):
     notes = []
     config = load_config(CONFIGS / f"{path}.toml", overrides, notes.append)
@@ -208,24 +192,15 @@ def test_missing_keys_and_sections():
 
 def test_a_file_that_is_no_config(tmp_path):
     (tmp_path / "nine.toml").write_text(TEXT)
-    with pytest.raises(
-        ConfigError, match=r"no such config file: .*none\.toml \(did you mean .*nine\.toml.*give the path"
-    ):
-        load_config(tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_config(tmp_path)
     (tmp_path / "bad.toml").write_text("[run\n")
-    with pytest.raises(ConfigError, match="not valid TOML"):
-        load_config(tmp_path / "bad.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_config(tmp_path / "binary.toml")
-
-
-def test_a_byte_order_mark_is_no_mistake(toml):
-    plain = load_config(toml)
-    toml.write_text(TEXT, encoding="utf-8-sig")
-    assert load_config(toml) == plain
+    near = r"no such config file: .*none\.toml \(did you mean .*nine\.toml.*give the path"
+    messages = {"none.toml": near, "": "cannot be read", "bad.toml": "not valid TOML", "binary.toml": "cannot be read"}
+    for name, message in messages.items():
+        with pytest.raises(ConfigError, match=message):
+            load_config(tmp_path / name)
+    (tmp_path / "marked.toml").write_text(TEXT, encoding="utf-8-sig")  # with a byte order mark
+    assert load_config(tmp_path / "marked.toml") == load_config(tmp_path / "nine.toml")
 
 
 def test_a_schedule_that_does_not_fit(toml):
@@ -236,6 +211,7 @@ def test_a_schedule_that_does_not_fit(toml):
 
 
 @pytest.mark.thorough
+@settings(max_examples=20)
 @given(name=st.text(min_size=1).filter(str.isprintable), lr=st.floats(1e-300, 1e300))
 def test_toml_round_trip(name, lr):
     tables = tomllib.loads(TEXT)

@@ -151,7 +151,6 @@ def test_what_it_cannot_shrink_is_an_error(tmp_path, model, message):
 
 
 def train(path, folder, *settings):
-    """Losses and summary of a shrunk run."""
     settings = ("run.device=cpu", *settings)
     result = CliRunner().invoke(app, ["train", str(path), "--shrink", "--out", str(folder), *settings])
     assert result.exit_code == 0, result.output

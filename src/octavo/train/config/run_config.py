@@ -1,14 +1,12 @@
 """The configuration of a run: TOML in, frozen pydantic models out.
 
-Reading is strict: an unknown key, a wrong type or a value out of range raises a `ConfigError` with the key as written
-on the command line (`optim.lr`) and the nearest valid one. Nothing is coerced: `steps = "12"` is an error, not 12.
-Checks that need the real model or data (an unknown model type, a context longer than the data) run when these are
-built, with the same error.
+Reading is strict: nothing is coerced, and a `ConfigError` names the key as written on the command line (`optim.lr`).
 """
 
 import datetime
 import importlib
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,10 +24,7 @@ from octavo.parallel.combinations import ZERO_BUBBLE
 from octavo.train.config import sections
 from octavo.train.config.sections import CHANGEABLE_ON_RESUME, IGNORED_ON_RESUME, Free, Optim, Run, Section, decay_steps
 
-TEXT_ONLY_EVAL = ("source", "split", "fraction", "batches")
-"""Settings of `[eval]` that only text has; image generation has `batches` as well."""
-
-
+TEXT_ONLY_EVAL = ("source", "split", "fraction", "batches")  # Settings of `[eval]`; `batches` image generation has, too
 LARGEST_STEP = 2**30  # Most tokens of a step: each process holds their ids and targets, 16 bytes a token
 EXPECTED_VALUES = {  # Descriptions for settings where pydantic's message covers only a part, or one of two forms
     "optim.betas": "two numbers in [0, 1), as [0.9, 0.95]",
@@ -48,10 +43,9 @@ class ConfigError(ValueError):
 
 def one_line(error: Exception) -> str:
     """What an error says, without line breaks; its type as well where it says little without."""
-    reason = " ".join(str(error).split())
-    if isinstance(error, OSError | ValueError | RuntimeError) and reason:
-        return reason
-    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+    reason, kind = " ".join(str(error).split()), type(error).__name__
+    says_enough = reason and isinstance(error, OSError | ValueError | RuntimeError)
+    return reason if says_enough else f"{kind}: {reason}" if reason else kind
 
 
 @contextmanager
@@ -91,18 +85,13 @@ class TrainConfig(Section):
         steps, warmup = self.run.steps, self.optim.warmup
         if warmup >= steps:
             yield f"optim.warmup = {warmup} is not below run.steps = {steps}: lower it, or take more steps"
-        decay = decay_steps(self.optim, steps)
-        if self.optim.schedule == "wsd" and warmup + decay > steps:
-            yield (
-                f"optim.warmup = {warmup} and a decay of {decay} steps (optim.decay = {self.optim.decay:g}) do not fit "
-                f"into run.steps = {steps}: lower either, or take more steps"
-            )
+        if (decay := decay_steps(self.optim, steps)) + warmup > steps:
+            given = f"optim.warmup = {warmup} and a decay of {decay} steps (optim.decay = {self.optim.decay:g})"
+            yield f"{given} do not fit into run.steps = {steps}: lower either, or take more steps"
         batch, length = self.optim.batch, self.data.sequence_length
         if batch * length > LARGEST_STEP:
-            yield (
-                f"optim.batch = {batch} sequences of data.sequence_length = {length} are {batch * length:,} tokens a "
-                f"step, which each process holds in memory; {LARGEST_STEP:,} at most: lower either"
-            )
+            given = f"optim.batch = {batch} sequences of data.sequence_length = {length} are {batch * length:,} tokens"
+            yield f"{given} a step, which each process holds in memory; {LARGEST_STEP:,} at most: lower either"
         yield from self._problems_of_mode()
         task = self.data.task
         if self.model.attention == "varlen" and task != "language":
@@ -119,16 +108,12 @@ class TrainConfig(Section):
             what = f"guard.spike = {self.guard.spike:g} rolls back to checkpoints"
             yield f"{what}, and run.save_every = 0 saves none before the end: set run.save_every, such as 100"
         if self.precision.autopilot and self.resolved.matmul != "fp8":
-            yield (
-                f"precision.autopilot changes the recipes of FP8 layers, and precision.level = "
-                f'{self.precision.level!r} has none: set precision.level = "fp8", or leave the autopilot out'
-            )
+            what = f"precision.autopilot moves FP8 layers, and precision.level = {self.precision.level!r} has none"
+            yield f'{what}: set precision.level = "fp8", or leave the autopilot out'
         name = self.optim.name
         if OPTIMIZERS[name].matrices and self.parallel.tp > 1:
-            yield (
-                f'optim.name = "{name}" with parallel.tp = {self.parallel.tp}: {name.title()} needs whole matrices, '
-                'and gathers their rows over dp_shard only; leave parallel.tp out, or set optim.name = "adamw"'
-            )
+            what = f'optim.name = "{name}" with parallel.tp = {self.parallel.tp}: {name.title()} needs whole matrices'
+            yield f'{what}, of which tp has parts; leave parallel.tp out, or set optim.name = "adamw"'
         if self.eval is not None and self.eval.ema and self.optim.ema is None:
             yield "eval.ema measures averaged weights, and there are none: set optim.ema, such as 0.999"
         best = f"run.keep_best = {self.run.keep_best} keeps the checkpoints of the lowest held-out loss"
@@ -138,32 +123,26 @@ class TrainConfig(Section):
             yield f"{best}, and a classifier of images measures its accuracy: leave it out"
         if self.run.compile == "blocks" and (problem := self.uncompilable):
             yield f'run.compile = "blocks": {problem}: set run.compile = "none"'
-        if self.lora is None:
-            return
-        if frozen := list(self.model.frozen):
+        if self.lora is not None and (frozen := list(self.model.frozen)):
             yield f"model.frozen = {frozen} with [lora], which freezes all of the model: leave it out"
-        if self.data.task == "image-generation":
+        if self.lora is not None and task == "image-generation":
             yield '[lora] is for models of Transformers, and data.task = "image-generation": leave it out'
 
     def _problems_of_mode(self) -> Iterator[str]:
         """What goes with data parallelism only."""
-        mode, size = self.parallel.mode
-        packing = self.data.packing
-        if self.data.task != "language":
-            masks, reason = f'data.task = "{self.data.task}"', "takes other models than language models"
-        elif packing == "stream":
-            masks, reason = 'data.format = "messages"', "weighs targets that do not count"
-        else:
-            masks, reason = f'data.packing = "{packing}"', "keeps documents apart"
-        problems = {
-            masks: reason if self.data.task != "language" or self.data.masks_targets else "",
-            "[sample]": "samples" if self.sample is not None else "",
-            "[lora]": "trains adapters" if self.lora is not None else "",
-        }
-        for what, reason in problems.items():
-            if mode and reason:
+        (mode, size), data, text = self.parallel.mode, self.data, self.data.task == "language"
+        packs = data.packing != "stream"
+        problems = (
+            (not text, f'data.task = "{data.task}"', "takes other models than language models"),
+            (text and packs, f'data.packing = "{data.packing}"', "keeps documents apart"),
+            (text and not packs and data.masks_targets, 'data.format = "messages"', "weighs targets that do not count"),
+            (self.sample is not None, "[sample]", "samples"),
+            (self.lora is not None, "[lora]", "trains adapters"),
+        )
+        for does_not_fit, what, does in problems:
+            if mode and does_not_fit:
                 problem = f"{what} with parallel.{mode} = {size}"
-                yield f"{problem}: only data parallelism {reason} (dp_replicate, dp_shard); leave one of them out"
+                yield f"{problem}: only data parallelism {does} (dp_replicate, dp_shard); leave one of them out"
 
     @property
     def uncompilable(self) -> str:
@@ -220,7 +199,7 @@ class TrainConfig(Section):
 Change = Callable[[Mapping[str, Any]], dict[str, Any]]  # Makes other sections of those of a file
 
 
-def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flat(prefix: str, value: object) -> Iterator[tuple[str, Any]]:
     """Yield the settings in nested tables with dotted keys: ("model.config.hidden_size", 256)."""
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -251,14 +230,12 @@ def load_config(
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        beside = [str(file) for file in Path(path).parent.glob("*.toml")]
+        problem = f"no such config file: {path}{nearest(str(path), map(str, Path(path).parent.glob('*.toml')))}"
         raise ConfigError(
-            f"no such config file: {path}{nearest(str(path), beside)}; give the path of a TOML file, with the settings "
-            "that docs/settings.md lists, such as the repository's configs/demo.toml"
+            f"{problem}; give the path of a TOML file, such as the repository's configs/demo.toml"
         ) from None
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ConfigError(f"{path} cannot be read as a TOML file: {reason}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a TOML file: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     tables = change(tables)
@@ -274,7 +251,7 @@ def _fit_warmup(tables: dict[str, Any], note: Callable[[str], None]) -> None:
         steps, optim = Run.model_validate(tables["run"]).steps, Optim.model_validate(tables["optim"])
     except (ValidationError, KeyError):
         return
-    decay = decay_steps(optim, steps) if optim.schedule == "wsd" else 0
+    decay = decay_steps(optim, steps)
     if optim.warmup >= steps or optim.warmup + decay > steps:
         shorter = min(steps // 2, max(0, steps - decay))
         tables["optim"]["warmup"] = shorter
@@ -309,34 +286,30 @@ def _apply(tables: dict[str, Any], override: str) -> tuple[str, ...]:
 
 def _split_override(override: str) -> tuple[tuple[str, ...], str]:
     """Split an override into key and value. A quoted part of the key may hold any character."""
-    for end in (index for index, sign in enumerate(override) if sign == "="):
-        table = _parse_toml(f"{override[:end]} = 0")
-        if table is None or override.lstrip().startswith("[") or len(override[:end].splitlines()) != 1:
-            continue
-        key = []
-        while isinstance(table, dict) and table:
-            ((name, table),) = table.items()
-            key.append(name)
-        if len(key) > 1:
-            return tuple(key), override[end + 1 :]
-    raise ConfigError(f"override {_toml(override)}: write section.key=value, as optim.lr=3e-4")
+    parts = re.fullmatch(r"""((?:"[^"]*"|'[^']*'|[^="'\[\n])+)=(.*)""", override, re.DOTALL)
+    table: object = _parse_toml(f"{parts[1]} = 0") if parts else None
+    key = []
+    while isinstance(table, dict) and table:
+        ((name, table),) = table.items()
+        key.append(name)
+    if parts is None or len(key) < 2:
+        raise ConfigError(f"override {_toml(override)}: write section.key=value, as optim.lr=3e-4")
+    return tuple(key), parts[2]
 
 
-def _value(override: str, text: str) -> Any:
+def _value(override: str, text: str) -> object:
     """Parse a value as TOML, else return the text. Raises ConfigError for text after the value."""
-    parsed, parsed_list = _parse_toml(f"value = {text}"), _parse_toml(f"value = [{text}]")
-    if parsed is not None and parsed.keys() == {"value"} and parsed_list is not None and len(parsed_list["value"]) == 1:
+    parsed, in_list = _parse_toml(f"value = {text}"), _parse_toml(f"value = [{text}]")
+    if parsed and parsed.keys() == {"value"} and in_list and len(in_list["value"]) == 1:
         value = parsed["value"]
         return text.strip() if isinstance(value, datetime.date | datetime.time) else value  # dates stay text
     if parsed is not None or len(text.splitlines()) > 1:
-        raise ConfigError(
-            f"override {_toml(override)}: expected one value, and something follows it: give each setting an "
-            "argument of its own, and quote a string that holds a line break or a #"
-        )
-    if text.lstrip()[:1] in ('"', "'"):
-        reason = "the string does not end where the value does: look at its quotes"
-        raise ConfigError(f"override {_toml(override)}: {reason}")
-    return text
+        problem = "expected one value, and something follows it: quote a string that holds a line break or a #"
+    elif text.lstrip()[:1] in ('"', "'"):
+        problem = "the string does not end where the value does: look at its quotes"
+    else:
+        return text
+    raise ConfigError(f"override {_toml(override)}: {problem}")
 
 
 def _parse_toml(text: str) -> dict[str, Any] | None:
@@ -346,7 +319,7 @@ def _parse_toml(text: str) -> dict[str, Any] | None:
         return None
 
 
-def _toml(value: Any) -> str:
+def _toml(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -389,14 +362,12 @@ def explain(error: ValidationError, tables: Mapping[str, Any], config: type[Sect
     return f"{name}: {first['msg'].removeprefix('Input ')}{got}"
 
 
-def _section(annotation: Any) -> Any:
-    """The section of an optional one; else the annotation."""
+def _section(annotation: object) -> Any:
     sections = [part for part in get_args(annotation) if isinstance(part, type) and issubclass(part, Section)]
     return sections[0] if sections else annotation
 
 
-def _choices(annotation: Any) -> list[str]:
-    """The strings a Literal (or a union with one) allows."""
+def _choices(annotation: object) -> list[str]:
     values = [value for value in get_args(annotation) if isinstance(value, str)]
     for part in get_args(annotation):
         values += _choices(part) if get_args(part) else []

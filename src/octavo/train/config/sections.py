@@ -31,21 +31,15 @@ Tunable = Annotated[T, CHANGEABLE_ON_RESUME]
 
 
 def expand(path: str | Path) -> Path:
-    """The path, with the home folder for `~`. Raises ValueError if there is no such user, or the path has a NUL."""
+    """The path, with the home folder for `~`. Raises an error of pydantic, a ValueError, if there is no such user."""
     try:
-        expanded = Path(path).expanduser()
+        return Path(path).expanduser()
     except RuntimeError:
-        raise ValueError(f"there is no home folder for {path}") from None
-    if "\0" in str(path):
-        raise ValueError(f"a path has no NUL: {str(path)!r}")
-    return expanded
+        raise PydanticCustomError("path", "there is no home folder for {path}", {"path": str(path)}) from None
 
 
 def _check_path(path: str) -> str:
-    try:
-        expand(path)
-    except ValueError as error:
-        raise PydanticCustomError("path", "{reason}", {"reason": str(error)}) from None
+    expand(path)
     return path
 
 
@@ -134,9 +128,10 @@ class Run(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _steps_of_epochs(cls, table: Any) -> Any:
-        has_epochs = isinstance(table, dict) and table.get("epochs") is not None
-        return {"steps": LARGEST_COUNT} | table if has_epochs else table
+    def _steps_of_epochs(cls, table: object) -> object:
+        if isinstance(table, dict) and table.get("epochs") is not None:
+            return {"steps": LARGEST_COUNT, **table}
+        return table
 
     def _problems(self) -> Iterator[str]:
         if self.name in (".", "..") or "/" in self.name or "\\" in self.name or not self.name.isprintable():
@@ -146,8 +141,8 @@ class Run(Section):
             problem = f"run.profile = {self.profile} is not the first and the last step of a part of the run"
             yield f"{problem}, which has run.steps = {self.steps}: write it as [10, 12]"
         for name, value in () if self.save_every else self.given("keep_every", "keep_best"):
-            kept = f"run.{name} = {value} keeps checkpoints"
-            yield f"{kept}, and run.save_every = 0 saves none before the end: set run.save_every, such as 100"
+            reason = "run.save_every = 0 saves none before the end"
+            yield f"run.{name} = {value} keeps checkpoints, and {reason}: set run.save_every, such as 100"
         if self.keep_every and self.keep_every % self.save_every:
             problem = f"run.keep_every = {self.keep_every} is not a multiple of run.save_every = {self.save_every}"
             yield f"{problem}, so most of the checkpoints to keep are never saved: make it one"
@@ -188,7 +183,7 @@ class Model(Section):
         _check_config_value("model.config", self.config)
 
 
-def _check_config_value(name: str, value: Any) -> None:
+def _check_config_value(name: str, value: object) -> None:
     """Raise ValueError for what no field of a model's config is: NaN, which equals nothing, and dates."""
     if isinstance(value, dict):
         for key, item in value.items():
@@ -223,8 +218,7 @@ class LoraConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         if not self.targets or ("all-linear" in self.targets and len(self.targets) > 1):
-            names = 'give "all-linear" alone, or names of layers, as ["q_proj", "v_proj"]'
-            yield f"lora.targets = {list(self.targets)}: {names}"
+            yield f'lora.targets = {list(self.targets)}: give "all-linear" alone, or names of layers, as ["q_proj"]'
         if self.weight_only not in ("auto", ()) and self.base != "fp8":
             given = f"lora.weight_only = {list(self.weight_only)} is for weights in FP8"
             yield f'{given}, and lora.base = {self.base!r}: leave it out, or set lora.base = "fp8"'
@@ -245,8 +239,6 @@ OF_IMAGES = ("image-classification", "image-generation")  # Tasks whose rows are
 Task = Literal["language", "image-classification", "image-text", "image-generation"]
 SETTING_IS_FOR = {"images": "images with text", "label_dropout": "image generation"}
 Format = Literal["text", "messages"]
-
-
 HELD_OUT_SHARE = 0.01  # `eval.fraction` where it is not given
 
 
@@ -341,17 +333,16 @@ class Data(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_target_per_image(cls, settings: Any) -> Any:
+    def _one_target_per_image(cls, settings: object) -> object:
         if isinstance(settings, dict) and settings.get("task") in OF_IMAGES:
             return {"sequence_length": 1} | settings
         return settings
 
     def _problems(self) -> Iterator[str]:
-        if bool(self.source) == bool(self.sources):
-            yield (
-                "give either data.source or [[data.sources]], not both" if self.source
-                else "missing key data.source (or tables [[data.sources]], each with a source and a weight)"
-            )  # fmt: skip
+        if self.source and self.sources:
+            yield "give either data.source or [[data.sources]], not both"
+        if not self.source and not self.sources:
+            yield "missing key data.source (or tables [[data.sources]], each with a source and a weight)"
         for name, value in () if self.has_messages else self.given("messages_field", "chat_template", "loss_on"):
             yield f'data.{name} = "{value}" is for conversations: set data.format = "messages", or leave it out'
         for name, _ in () if self.streaming else self.given("chunk_bytes", "cache_gib"):
@@ -396,12 +387,11 @@ class EvalConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         if self.patience and not self.every:
-            problem = f"eval.patience = {self.patience} counts measurements"
-            yield f"{problem}, and eval.every = 0 measures at the end only: set eval.every, such as 100"
+            reason = "eval.every = 0 measures at the end only"
+            yield f"eval.patience = {self.patience} counts measurements, and {reason}: set eval.every, such as 100"
         if self.has_own_data and self.fraction is not None:
-            name = "source" if self.source is not None else "split"
-            problem = f"eval.fraction = {self.fraction:g} holds out a part of data.source"
-            yield f"{problem}, and eval.{name} names other text: leave one of them out"
+            other = f"eval.{'source' if self.source is not None else 'split'} names other text"
+            yield f"eval.fraction = {self.fraction:g} holds out a part of data.source, and {other}: leave one out"
 
 
 class SampleConfig(Section):
@@ -480,9 +470,8 @@ class Optim(Section):
             yield f"optim.name: should be {names}, got {self.name!r}{nearest(self.name, OPTIMIZERS)}"
         if self.batch % self.micro_batches:
             lower = [n for n in range(1, isqrt(self.batch) + 1) if self.batch % n == 0]
-            divisors = sorted({*lower, *(self.batch // n for n in lower)})
             problem = f"optim.batch = {self.batch} cannot be cut into {self.micro_batches} equal micro-batches"
-            yield f"{problem}: set optim.micro_batches to one of {divisors}"
+            yield f"{problem}: set optim.micro_batches to one of {sorted({*lower, *(self.batch // n for n in lower)})}"
         for other in OPTIMIZERS.values():
             if other.name != self.name and any(getattr(group, other.name, None) is not None for group in self.groups):
                 yield f'optim.groups: {other.name} is for optim.name = "{other.name}": leave it out'
@@ -490,19 +479,16 @@ class Optim(Section):
                 yield f'optim.{key} is for optim.name = "{other.name}"; AdamW has optim.betas'
         if bool(self.rewarm) != (self.rewarm_from is not None):
             missing, given = ("rewarm_from", "rewarm") if self.rewarm else ("rewarm", "rewarm_from")
-            yield (
-                f"optim.{given} = {getattr(self, given)} without optim.{missing}: a second warmup takes both, its "
-                "steps (optim.rewarm) and the step of the checkpoint where it begins (optim.rewarm_from)"
-            )
+            both = "its steps (optim.rewarm) and the step where it begins (optim.rewarm_from)"
+            yield f"optim.{given} = {getattr(self, given)} without optim.{missing}: a second warmup takes both, {both}"
 
 
 def decay_steps(optim: Optim, steps: int) -> int:
-    """Steps that the decay of "wsd" takes of `steps`."""
-    return max(1, round(optim.decay * steps)) if optim.decay else 0
+    """Steps that the decay of "wsd" takes of `steps`; 0 for other schedules."""
+    return max(1, round(optim.decay * steps)) if optim.decay and optim.schedule == "wsd" else 0
 
 
-SELECTION = ("skip", "only", "skip_first", "skip_last", "min_features")
-"""The settings of `[precision]` that say which linear layers are converted."""
+SELECTION = ("skip", "only", "skip_first", "skip_last", "min_features")  # Which linear layers are converted
 
 
 class PrecisionConfig(Section):
@@ -559,10 +545,8 @@ class PrecisionConfig(Section):
     def _problems(self) -> Iterator[str]:
         master = self.resolved.master
         if self.parameters == "fp16" and master != "fp32":
-            yield (
-                f'precision.master = "{master}" with fp16 parameters: AdamW\'s second moment underflows in fp16, '
-                'and 16 bits more do not make fp32 of it; set precision.master = "fp32"'
-            )
+            problem = "AdamW's second moment underflows in fp16, also with 16 bits more"
+            yield f'precision.master = "{master}" with fp16 parameters: {problem}; set precision.master = "fp32"'
 
 
 MODES = ("tp", "cp", "ep", "pp")  # The kinds of parallelism that divide a model or a sequence
@@ -621,8 +605,7 @@ class ParallelConfig(Section):
     def sizes(self, world_size: int) -> tuple[int, int]:
         """Return (dp_replicate, dp_shard) for a world size; the ranks of `ep` count as shards."""
         shared = self.tp * self.cp * self.pp
-        sizes = {name: getattr(self, name) for name in MODES} | {"tp × cp × pp": shared}
-        for name, size in sizes.items():
+        for name, size in [*((name, getattr(self, name)) for name in MODES), ("tp × cp × pp", shared)]:
             if world_size % size:
                 fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
                 raise ValueError(f"parallel.{name} = {size} does not divide the {world_size} processes: take {fitting}")
@@ -635,11 +618,9 @@ class ParallelConfig(Section):
     def alone(self) -> str:
         """Why the layout needs several processes; empty if one is enough."""
         ranks = max(self.dp_replicate * max(self.dp_shard, 1) * self.tp * self.cp * self.pp, self.ep)
-        if ranks == 1 and not self.cpu_offload:
-            return ""
-        problem = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"
-        command = f"torchrun --nproc-per-node {ranks} -m octavo train CONFIG"
-        return f"[parallel] {problem}, and this is one by itself: start it with {command}"
+        problem = f"{ranks} processes" if ranks > 1 else "cpu_offload, which shards do" if self.cpu_offload else ""
+        start = f"start it with torchrun --nproc-per-node {ranks} -m octavo train CONFIG"
+        return f"[parallel] asks for {problem}, and this is one by itself: {start}" if problem else ""
 
 
 class GuardConfig(Section):

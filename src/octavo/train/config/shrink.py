@@ -1,10 +1,7 @@
 """`--shrink`: the same architecture, small enough to train on a CPU in two minutes, on data that needs no download.
 
 docs/configurations.md has a table of what becomes how small. Mixtures have fewer layers, which take several times as
-long. Head sizes and ranks of latent attention stay so large that FP8 still converts their layers. Images have 4 × 4
-patches. Everything else stays: all of `[precision]`, the number of query heads for each key head, tied embeddings,
-norms of queries and keys, gated MLPs, shared experts, the loss of the router. A field of the model that may be a size,
-and is not known here, raises an error.
+long; heads and ranks of latent attention stay so large that FP8 still converts their layers.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,19 +26,17 @@ UNCHANGED = (  # Integers that stay as they are: sizes of no tensor, or small on
     "max_position_embeddings", "n_shared_experts", "decoder_sparse_step", "num_nextn_predict_layers", "pretraining_tp",
     "max_window_layers", "sliding_window", "original_max_position_embeddings",
 )  # fmt: skip
+OF_CLASSIFIER = ("num_labels", "id2label", "label2id", "encoder_stride", "pooler_output_size")
 DERIVED = ("qk_head_dim",)  # Integers that a model's config computes from others
 SECTIONS: Mapping[str, Mapping[str, Any]] = {  # Settings of a shrunk run
     "run": {"steps": 60},
     "data": {"source": "python-stdlib", "sequence_length": 128, "vocab_size": 4096},
     "optim": {"lr": 2e-3, "batch": 8, "warmup": 6},
 }
-WITH_IMAGES: Mapping[str, Any] = {"source": "digits", "sequence_length": 48, "vocab_size": 300}
-"""Settings of `[data]` of one with images."""
-IMAGES: Mapping[str, Any] = {"source": "digits"}  # Settings of `[data]` of one with images alone
-IMAGES_OPTIM: Mapping[str, Any] = {"lr": 5e-4, "batch": 32}
-"""Settings of `[optim]` of one with images alone: with those of text a ViT does not learn in 60 steps."""
-CONVERSATIONS: Mapping[str, Any] = {"source": "python-docstrings", "format": "messages", "chat_template": "plain"}
-"""Settings of `[data]` of one with conversations."""
+WITH_IMAGES = {"source": "digits", "sequence_length": 48, "vocab_size": 300}  # `[data]` of one with images
+CONVERSATIONS = {"source": "python-docstrings", "format": "messages", "chat_template": "plain"}  # and with those
+IMAGES = {"source": "digits"}  # `[data]` and `[optim]` of one with images alone
+IMAGES_OPTIM = {"lr": 5e-4, "batch": 32}  # with those of text a ViT does not learn in 60 steps
 OF_SOURCE = (  # Settings of `[data]` that belong to its source
     "sources", "split", "text_field", "messages_field", "tokenizer", "images", "streaming", "chunk_bytes", "cache_gib",
 )  # fmt: skip
@@ -50,7 +45,6 @@ PATCHES = 4  # Patches of a shrunk image in each direction
 
 
 def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of a small run of the same architecture."""
     small = {name: dict(section) for name, section in deepcopy(dict(tables)).items() if name != "parallel"}
     model_type, given = str(small["model"]["type"]), small["model"].get("config", {})
     has_images = {"vision_config", "text_config"} <= model_config.keys()
@@ -70,15 +64,14 @@ def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[s
     for key in ("source", "split"):
         small.get("eval", {}).pop(key, None)
     run, optim = small["run"], small["optim"]
-    run["name"] = f"{run.get('name', 'run')}-shrunk"
     run.pop("out", None)
-    run["save_every"] = min(run.get("save_every", 0), run["steps"] // 2)
+    run |= {"name": f"{run.get('name', 'run')}-shrunk", "save_every": min(run.get("save_every", 0), run["steps"] // 2)}
     optim["micro_batches"] = min(optim.get("micro_batches", 1), 2)
     return small
 
 
 def _shrink_images(model_type: str, given: Mapping[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
-    """`shrink_model` for a model of images alone; the number of classes is left to the data."""
+    """`shrink_model` for a model of images, or a vision tower; the number of classes is left to the data."""
     patch = complete["patch_size"]
     if model_type == DIT:
         heads, layers = complete[QUERIES], complete["num_layers"]
@@ -87,22 +80,16 @@ def _shrink_images(model_type: str, given: Mapping[str, Any], complete: Mapping[
         others = {name: value for name, value in given.items() if name != "num_embeds_ada_norm"}
         return others | {QUERIES: heads, "num_layers": _halve(layers, 4), "sample_size": PATCHES * patch}
     own = {"patch_size": patch, "image_size": PATCHES * patch, "num_channels": complete["num_channels"]}
-    left_out = {*own, "num_labels", "id2label", "label2id", "encoder_stride", "pooler_output_size"}
+    left_out = {*own, *OF_CLASSIFIER}
     parts = [{name: value for name, value in fields.items() if name not in left_out} for fields in (given, complete)]
     return shrink_model(model_type, *parts) | own
 
 
 def _shrink_parts(model_type: str, given: Mapping[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
-    """`shrink_model` for a vision tower and a language model."""
-    text, vision = (dict(given.get(name, {})) for name in ("text_config", "vision_config"))
-    all_text, all_vision = complete["text_config"], complete["vision_config"]
-    patch = all_vision["patch_size"]
-    own = {"patch_size": patch, "image_size": PATCHES * patch, "num_channels": all_vision["num_channels"]}
-    of_tower = [{name: value for name, value in fields.items() if name not in own} for fields in (vision, all_vision)]
-    return dict(given) | {
-        "text_config": shrink_model(all_text["model_type"], text, all_text),
-        "vision_config": shrink_model(all_vision["model_type"], *of_tower) | own,
-    }
+    small = dict(given)
+    for name, shrinks in (("text_config", shrink_model), ("vision_config", _shrink_images)):
+        small[name] = shrinks(complete[name]["model_type"], dict(given.get(name, {})), complete[name])
+    return small
 
 
 def shrink_model(model_type: str, given: Mapping[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,8 +104,7 @@ def shrink_model(model_type: str, given: Mapping[str, Any], complete: Mapping[st
         by *= 2
     experts = next((name for name in EXPERTS if complete.get(name)), None)
     layers = _halve(complete[LAYERS], 4 if experts is None else 2)
-    sizes = {LAYERS: layers, WIDTH: width, QUERIES: complete[QUERIES] // by}
-    sizes |= {KEYS: keys // by}
+    sizes = {LAYERS: layers, WIDTH: width, QUERIES: complete[QUERIES] // by, KEYS: keys // by}
     sizes |= {name: complete[name] // divisor for name in MLPS if complete.get(name)}
     if has_latent_attention:
         sizes |= {name: _halve_down_to(complete[name], 128) for name in RANKS if complete.get(name)}
@@ -145,7 +131,7 @@ def change_of(shrinks: bool, note: Callable[[str], None] = lambda text: None) ->
         model = config.model
         if model.type is None:
             problem = f"--shrink makes a small model of random weights, and model.path = {model.path} is a checkpoint"
-            raise ConfigError(f"{problem}: give model.type and model.config with the fields of its config.json instead")
+            raise ConfigError(f"{problem}: give model.type and model.config with the fields of its config.json")
         check_model(model, task_of(config).kind)
         small = shrink(tables, complete_config(model.type, model.config))
         old, new = dict(flat("", tables)), dict(flat("", small))
@@ -158,7 +144,6 @@ def change_of(shrinks: bool, note: Callable[[str], None] = lambda text: None) ->
 
 
 def complete_config(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """All fields of a model's config. Raises ConfigError for what `transformers` rejects."""
     from transformers import AutoConfig
 
     with naming(f"model.config: {model_type} refuses it"):
@@ -168,7 +153,6 @@ def complete_config(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any
 def _check_fields(
     model_type: str, given: Mapping[str, Any], complete: Mapping[str, Any], has_latent_attention: bool
 ) -> None:
-    """Raise ConfigError for an architecture whose sizes are not all known."""
     missing = [name for name in (WIDTH, LAYERS, QUERIES) if not complete.get(name)]
     if missing:
         raise ConfigError(f"--shrink cannot shrink {model_type}: its config has no {missing[0]}")
@@ -180,14 +164,12 @@ def _check_fields(
         # Lists of a config's own default follow from its number of layers.
         is_list = isinstance(value, list) and bool(value) and (name in known or name in given)
         if is_list or (is_size and name not in known) or (name in EXPERTS and value and not complete.get(ACTIVE)):
-            raise ConfigError(
-                f"--shrink cannot shrink {model_type}: it does not know what model.config.{name} = {value} has to be "
-                "in a small model; write a small configuration by hand, as configs/demo.toml"
-            )
+            problem = f"it does not know what model.config.{name} = {value} has to be in a small model"
+            hint = "write a small configuration by hand, as configs/demo.toml"
+            raise ConfigError(f"--shrink cannot shrink {model_type}: {problem}; {hint}")
 
 
 def _halve(size: int, most: int) -> int:
-    """Halve a size, rounding up, until it is at most `most`."""
     while size > most:
         size = (size + 1) // 2
     return size
