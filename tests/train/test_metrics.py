@@ -2,7 +2,6 @@ import json
 import re
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import fake_runs
@@ -15,7 +14,6 @@ from tiny_runs import LLAMA
 from octavo.experiments.run_report import write_report
 from octavo.inspect.stats import OperandStats
 from octavo.train import ConfigError, loop, run
-from octavo.train.disk import names_file
 from octavo.train.gauges import Gauges, expected_step
 from octavo.train.record.json_lines import RecordFollower
 from octavo.train.record.metrics import (
@@ -52,17 +50,12 @@ def test_rows_are_on_disk_as_soon_as_written(tmp_path):
 
 
 def test_a_full_disk_names_the_file(tmp_path):
-    full = r"No space left on device: '.*{}'"
-    writer = MetricsWriter(tmp_path, after_step=0, log_every=1)
-    with writer:
+    with MetricsWriter(tmp_path, after_step=0, log_every=1) as writer:
         writer._file.close()
         writer._file = open("/dev/full", "w")
-        with pytest.raises(OSError, match=full.format("metrics.jsonl")):
-            writer.write(row(1, 3.0))
-        with pytest.raises(OSError, match=full.format("metrics.jsonl")):
-            writer.__exit__()
-    with pytest.raises(OSError, match=full.format("run.json")), names_file(tmp_path / "run.json"):
-        Path("/dev/full").write_text("a line")
+        for action in (lambda: writer.write(row(1, 3.0)), writer.__exit__):
+            with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
+                action()
 
 
 def test_resume_drops_later_rows_in_both_files(tmp_path):
@@ -110,10 +103,12 @@ def test_result_round_trip(tmp_path):
     assert RunResult.read(tmp_path) == result
     with pytest.raises(ValueError, match=r"holds no run\.json"):
         RunResult.read(tmp_path / "other")
-    for text in ("[]", "{", "{}", '{"losses": null, "x": 1}'):
-        (tmp_path / "run.json").write_text(text)
-        with pytest.raises(ValueError, match="is not the summary of a run"):
-            RunResult.read(tmp_path)
+    fields = asdict(result)
+    for name in ("steps", "losses", "tokens_per_s", "versions", "precision", "converted"):
+        for value in ([], "x" if name not in ("precision", "converted") else 3, {"first": 3}):
+            (tmp_path / "run.json").write_text(json.dumps(fields | {name: value}))
+            with pytest.raises(ValueError, match=rf"run\.json is not the summary of a run: {name}\b"):
+                RunResult.read(tmp_path)
 
 
 ROWS = {
@@ -148,30 +143,19 @@ def test_a_field_of_another_type_is_named(name, field, tmp_path):
         if (isinstance(value, str) and field in strings) or (field == "what_if" and isinstance(value, dict)):
             continue  # that is its type
         if value == -1j and field in ("to", "rollbacks", "skipped_batches"):
-            continue  # below
+            continue  # optional
         (tmp_path / name).write_text(f"{good}\n{wrong(name, field, value)}\n")
-        try:
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(tmp_path / name))}, line 2 is not .*: {field}\b"):
             READERS[name](tmp_path)
-        except ValueError as error:
-            place = rf"{re.escape(str(tmp_path / name))}, line 2 is not .*: {field}\b.*"
-            assert re.match(place, str(error)), value
-        else:
-            pytest.fail(f"{value!r} is read")
-
-
-LINES = [b"[]", b"3", b"null", b"", b"{", b'{"step": 1}', b"\xff", b'{"a":' * 5000, b"[" * 100_000]
 
 
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("line", LINES, ids=lambda line: repr(line[:12]))
-def test_a_line_of_something_else(name, line, tmp_path):
-    good = json.dumps(ROWS[name]).encode()
-    (tmp_path / name).write_bytes(good + b"\n" + line + b"\n")
-    with pytest.raises(ValueError, match=rf"{re.escape(name)}, line 2 is not .*: .+"):
-        READERS[name](tmp_path)
-    (tmp_path / name).write_bytes(good + b"\n" + json.dumps(ROWS[name] | {"extra": 1}).encode() + b"\n")
-    with pytest.raises(ValueError, match="line 2 is not .*: extra: "):
-        READERS[name](tmp_path)
+def test_a_line_of_something_else(name, tmp_path):
+    good, extra = json.dumps(ROWS[name]).encode(), json.dumps(ROWS[name] | {"extra": 1}).encode()
+    for line in (b"[]", b"3", b"null", b"", b"{", b'{"step": 1}', b"\xff", extra):
+        (tmp_path / name).write_bytes(good + b"\n" + line + b"\n")
+        with pytest.raises(ValueError, match=rf"{re.escape(name)}, line 2 is not .*: {'extra: ' * (line == extra)}.+"):
+            READERS[name](tmp_path)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "statistics.jsonl"])
@@ -194,11 +178,8 @@ def test_missing_and_repeated_steps_of_the_curve(tmp_path):
             assert len(read_metrics(run)) == len(rows)
     for rows in ([], lines[:4]):  # a checkpoint of step 9 outlived them
         (run / "metrics.jsonl").write_text("".join(rows))
-        with (
-            pytest.warns(RuntimeWarning, match=rf"lacks {9 - len(rows)} of 9 steps, .* step {len(rows) + 1}:"),
-            MetricsWriter(run, after_step=9, log_every=1),
-        ):
-            pass
+        with pytest.warns(RuntimeWarning, match=rf"lacks {9 - len(rows)} of 9 steps, .* step {len(rows) + 1}:"):
+            MetricsWriter(run, after_step=9, log_every=1).__exit__()
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -217,20 +198,10 @@ def test_a_resume_checks_the_steps_that_it_keeps(tmp_path):
     assert "loss" in (tmp_path / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("field", ["steps", "losses", "tokens_per_s", "versions", "precision", "converted"])
-def test_a_summary_with_a_field_of_another_type(field, tmp_path):
-    run = folder(tmp_path / "run")
-    fields = asdict(RunResult.read(run))
-    for value in ([], "x" if field not in ("precision", "converted") else 3, {"first": 3}):
-        (run / "run.json").write_text(json.dumps(fields | {field: value}))
-        with pytest.raises(ValueError, match=rf"run\.json is not the summary of a run: {field}\b"):
-            RunResult.read(run)
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("layers.json", "[3]"), ("layers.json", '[{"name": 3}]'), ("layers.json", "{"), ("layers.json", "[" * 100_000),
+        ("layers.json", "[3]"), ("layers.json", '[{"name": 3}]'), ("layers.json", "{"),
         ("config.toml", "inspect = 3"), ("config.toml", "[inspect]\nlimits = 3"), ("config.toml", "="),
         ("config.toml", '[inspect.limits]\nsqnr = "a"'), ("config.toml", "[inspect.limits]\nb = 1"),
     ],
@@ -249,18 +220,11 @@ def test_other_files_of_a_run(name, text, tmp_path):
 def test_no_report_is_written_through_a_link(name, tmp_path):
     runs = [folder(tmp_path / "a"), folder(tmp_path / "b", "fp8 rowwise")]
     (tmp_path / "mine").write_text("mine")
-    for target in ("mine", "gone"):
-        out = tmp_path / target[::-1]
-        out.mkdir()
-        (out / name).symlink_to(tmp_path / target)
-        with pytest.raises(ValueError, match=rf"{re.escape(name)} is a link to .*{target}, and a report writes a file"):
-            write_report(runs, out)
-        assert [path.name for path in out.iterdir()] == [name]
-    assert (tmp_path / "mine").read_text() == "mine" and not (tmp_path / "gone").exists()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / name).mkdir()
-    with pytest.raises(ValueError, match="is a folder, and a report"):
-        write_report(runs, tmp_path / "other")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is a link to .*mine, and a report writes a file"):
+        write_report(runs, tmp_path / "out")
+    assert (tmp_path / "mine").read_text() == "mine" and len(list((tmp_path / "out").iterdir())) == 1
 
 
 def test_a_completed_last_line_is_read_alone(tmp_path):

@@ -1,8 +1,7 @@
-"""Files of one JSON object a line, which are written while a run goes on: how they are read, whatever is in them.
+"""Files of one JSON object a line, which are written while a run goes on: how they are read.
 
-A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any other
-line that is not what was written raises ValueError with the file, the line and the field. `RecordFollower` reads the
-lines that a run adds while it goes on.
+A last line without its newline, of a killed process, is left out with a warning. Any other line that is not what was
+written raises ValueError with the file, the line and the field.
 """
 
 import warnings
@@ -31,8 +30,8 @@ def read_records(path: Path, kind: type[T], what: str) -> list[T]:
         return []
     *lines, torn = path.read_bytes().split(b"\n")
     if torn:
-        reason = "it has no end, as a process leaves it that is killed"
-        warnings.warn(f"{path}, line {len(lines) + 1} is left out: {reason}", RuntimeWarning, stacklevel=3)
+        problem = f"{path}, line {len(lines) + 1} is left out: it has no end, as a process leaves it that is killed"
+        warnings.warn(problem, RuntimeWarning, stacklevel=3)
     return [read_record(line, kind, f"{path}, line {number} is not {what}") for number, line in enumerate(lines, 1)]
 
 

@@ -1,12 +1,7 @@
 """Metrics of a run on TensorBoard, and on Weights & Biases and MLflow with `run.loggers`.
 
-A server may be slow or away, and training must not wait for it. So a thread of its own opens each logger and sends it
-the scalars. The first failure, or `PENDING` scalars that wait, is printed once and ends that logger; the files of the
-run have everything.
-
-`loggers.json` in the output folder names the runs on the servers, so that a resumed run continues them. Where they are,
-and who may write there, is the business of their own settings: WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE,
-MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
+A thread of its own opens each logger and sends it the scalars, so that training never waits for a server. The first
+failure, or `PENDING` scalars that wait, ends that logger. `loggers.json` names the runs for a resume.
 """
 
 import json
@@ -23,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from octavo.train.disk import write_file
+from octavo.train.record.json_lines import read_record
 
 LOGGERS_FILE = "loggers.json"
 PROJECT = "octavo"  # The project or experiment where none is set
@@ -33,8 +29,6 @@ Scalars = Mapping[str, float]
 
 
 class _WandB:
-    """A run on a server, as `_MLflow`."""
-
     # id: Names the run on the server, to continue it; known before `open`, which may take longer than the run.
     def __init__(self, out: Path, name: str, config: Mapping[str, Any], id: str | None) -> None:
         self.id = id or uuid4().hex[:8]
@@ -94,7 +88,6 @@ REMOTES: dict[str, type[Remote]] = {"wandb": _WandB, "mlflow": _MLflow}
 
 
 def missing_logger(names: Sequence[str]) -> str | None:
-    """Return what is wrong with `run.loggers` on this machine, or None."""
     for name in names:
         if find_spec(name) is None:
             return f'run.loggers has "{name}", which is not installed: pip install {PACKAGES[name]}'
@@ -121,7 +114,6 @@ class ScalarLog:
         self._senders = [_Sender(logger, partial(opened, logger), note) for logger in dict.fromkeys(names)]
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Send a number under a name, as "train/loss"."""
         self._board.add_scalar(name, value, step)
         for sender in self._senders:
             sender.put(step, name, value)
@@ -134,19 +126,10 @@ class ScalarLog:
 
 
 def _ids(path: Path) -> dict[str, str]:
-    """The runs on the servers, by logger."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(value, str) for value in content.values()):
-        raise ValueError(f"{path} does not name the runs of loggers: remove it to begin new ones")
-    return content
+    return read_record(path.read_bytes(), dict[str, str], f"{path} does not name runs") if path.exists() else {}
 
 
 class _Sender:
-    """Opens a logger and sends it scalars, in a thread of its own."""
-
     def __init__(self, name: str, open: Callable[[], Remote], note: Callable[[str], None]) -> None:
         self._name, self._open, self._note = name, open, note
         self._queue: queue.SimpleQueue[tuple[int, str, float] | None] = queue.SimpleQueue()
@@ -171,17 +154,15 @@ class _Sender:
     def _work(self) -> None:
         try:
             remote = self._open()
-            scalars: dict[str, float] = {}
-            step, more = 0, True
-            while more:
-                item = self._queue.get()
-                more = item is not None
-                if scalars and (item is None or item[0] != step or item[1] in scalars):
+            scalars: dict[str, float] = {}  # of `step`
+            step = 0
+            for number, name, value in iter(self._queue.get, None):
+                if scalars and (number != step or name in scalars):
                     remote.log(step, scalars)
                     scalars = {}
-                if item is not None:
-                    step = item[0]
-                    scalars[item[1]] = item[2]
+                step, scalars[name] = number, value
+            if scalars:
+                remote.log(step, scalars)
             remote.close()
         except BaseException as error:  # of no common type, SystemExit among them: a thread ends with it in silence
             self._fail((str(error).strip().splitlines() or [type(error).__name__])[0][:200])
@@ -190,7 +171,6 @@ class _Sender:
         self._end(f"{self._name} gets no more metrics ({reason}); training goes on, metrics.jsonl has all")
 
     def _end(self, message: str) -> None:
-        """Print the first message of this logger, and send nothing from now on."""
         with self._lock:
             before, self._ended = self._ended, True
         if not before:

@@ -1,17 +1,10 @@
-"""Metrics of a run: one line per step in `metrics.jsonl`, one summary in `run.json`, its setup in `setup.json`.
+"""Metrics of a run: a line for each step in `metrics.jsonl`, a summary in `run.json`, its setup in `setup.json`.
 
-Each line of `metrics.jsonl` is written and flushed when its step ends, so a killed run loses nothing. The summary of a
-resumed run is computed from the whole file. On resume the file is truncated to the step of the checkpoint, so each step
-appears once. JSON has no Infinity and no NaN: a non-finite value is written as null. TensorBoard gets the same numbers.
-
-What happened in a run besides its steps, in `events.jsonl`: statistics that crossed a limit, layers that were moved,
-rollbacks, loss scales that were restored, restarts after a crash (at the step of the checkpoint).
+What else happened is in `events.jsonl`. On resume both are cut back to the step of the checkpoint, but for a rollback
+to it or to one before: that has happened, and is the state of the guard until the next checkpoint.
 
     {"step": 50, "event": "move", "text": "model.layers.3.mlp.down_proj: rowwise → blockwise (x: …)"}
     {"step": 23, "event": "rollback", "text": "…", "to": 20, "rollbacks": 1, "skipped_batches": 3}
-
-A resumed run takes the steps after its checkpoint again, and what they brought is dropped. A rollback to that
-checkpoint or to one before it has happened: it is the state of the guard until the next checkpoint is saved.
 """
 
 import dataclasses
@@ -21,13 +14,13 @@ import os
 import statistics
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, Self
+from typing import Any, NotRequired, Self
 
-from pydantic import AfterValidator, with_config
+from pydantic import with_config
 from typing_extensions import TypedDict
 
 from octavo.inspect.findings import Finding, Thresholds
@@ -153,12 +146,9 @@ class RunResult(Record):
     @classmethod
     def read(cls, out: Path) -> "RunResult":
         """Read `run.json` from the output folder `out`. Raises ValueError if there is none, or it is not one."""
-        path = out / RESULT_FILE
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished") from None
-        return read_record(content, cls, f"{path} is not the summary of a run")
+        if not (path := out / RESULT_FILE).exists():
+            raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished")
+        return read_record(path.read_bytes(), cls, f"{path} is not the summary of a run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,11 +187,7 @@ class RunSetup(Record):
     def read(cls, out: Path) -> "RunSetup | None":
         """Read `setup.json` from `out`; None if there is none. Raises ValueError for another content."""
         path = out / SETUP_FILE
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            return None
-        return read_record(content, cls, f"{path} is not the setup of a run")
+        return read_record(path.read_bytes(), cls, f"{path} is not the setup of a run") if path.exists() else None
 
 
 def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
@@ -230,7 +216,6 @@ def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
 
 
 def finite(value: float) -> float | None:
-    """`value`, or None if it is NaN or infinite."""
     return value if math.isfinite(value) else None
 
 
@@ -263,7 +248,6 @@ class StepTotals:
 
     @property
     def losses(self) -> Losses | None:
-        """First, final and mean of the last 10 % of the finite losses; None if there is none."""
         losses = self._losses
         if not losses:
             return None
@@ -286,10 +270,10 @@ class StepTotals:
 class MetricsBuffer:
     """Counts steps, on ranks that write no files. A context manager."""
 
-    last: StepMetrics | None  # The last step, where files are written
+    last: StepMetrics | None = None  # The last step, where files are written
 
     def __init__(self, rows: Iterable[StepMetrics] = ()) -> None:
-        self.totals, self.last = StepTotals(rows), None  # totals: Of all steps
+        self.totals = StepTotals(rows)
 
     def __enter__(self) -> Self:
         return self
@@ -304,7 +288,6 @@ class MetricsBuffer:
         self.totals.held_out = row.held_out or self.totals.held_out
 
     def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
-        """Do nothing: rank 0 writes the statistics."""
         return []
 
 
@@ -384,23 +367,17 @@ FINDING, MOVE, ROLLBACK, LOSS_SCALE, RESTART = "finding", "move", "rollback", "l
 EVALUATION = "evaluation"  # Of the model before its first step
 
 
-def _check_rollback(event: dict[str, Any]) -> dict[str, Any]:
-    if "rollbacks" in event and not {"to", "skipped_batches"} <= event.keys():
-        raise ValueError("rollbacks: come with to and skipped_batches")
-    return event
-
-
 @with_config(STRICT)
 class _Event(TypedDict):
     step: NonNegative
     event: str
     text: str
-    to: NotRequired[NonNegative]
+    to: NotRequired[NonNegative]  # and the following, of a rollback
     rollbacks: NotRequired[NonNegative]
     skipped_batches: NotRequired[NonNegative]
 
 
-Event: Any = Annotated[_Event, AfterValidator(_check_rollback)]  # A line of `events.jsonl`
+Event: Any = _Event  # A line of `events.jsonl`; readers take it as a dict
 
 
 def add_event(out: Path, step: int, event: str, text: str, **details: int) -> None:
@@ -417,8 +394,6 @@ def add_event(out: Path, step: int, event: str, text: str, **details: int) -> No
 
 def read_events(out: Path) -> list[dict[str, Any]]:
     """The events of a run, in order; [] where there were none."""
-    # A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
-    # other line that is not an event raises ValueError with its number and the field.
     return read_records(out / EVENTS_FILE, Event, EVENT)
 
 
@@ -442,5 +417,5 @@ def _happened_before(event: dict[str, Any], step: int) -> bool:
     return bool(event["event"] == ROLLBACK and event.get("to", event["step"]) <= step)
 
 
-def _event_line(event: dict[str, Any]) -> str:
+def _event_line(event: Mapping[str, object]) -> str:
     return json.dumps(event, ensure_ascii=False) + "\n"

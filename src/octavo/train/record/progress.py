@@ -1,6 +1,6 @@
 """Progress: what a run tells while it goes on."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.metrics import RunResult, RunSetup, StepMetrics
@@ -28,7 +28,6 @@ class Progress(Protocol):
 class NullProgress:
     """A `Progress` that shows nothing."""
 
-    def stage(self, *_: Any) -> None:
-        """Nothing."""
+    def stage(self, *_: object) -> None: ...
 
     start = step = note = finish = stage

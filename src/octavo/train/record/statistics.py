@@ -1,11 +1,7 @@
 """What `[inspect]` leaves behind: one line per operand and sampled step in `statistics.jsonl`, and TensorBoard scalars.
 
-As `metrics.jsonl` it is the record of truth: written and flushed when its step ends, cut back to the checkpoint's step
-on resume. A run that samples nothing has no such file. JSON has no NaN and no Infinity: an SQNR that is NaN is null,
-one that is infinite "inf".
-
-A figure that crosses a limit (`[inspect.limits]`) is reported once, and not again while it lasts. A resumed run reads
-earlier samples, with which an amax is compared, from the file, so its findings equal an uninterrupted run's.
+A figure that crosses a limit (`[inspect.limits]`) is reported once, and not again while it lasts; a resumed run reads
+earlier samples from the file. An SQNR that is NaN is null, one that is infinite "inf".
 """
 
 import json
@@ -30,7 +26,7 @@ ROW = "a row of statistics"
 CHECKPOINT = re.compile(r"step-(\d+)")  # Folder of a checkpoint
 
 
-def _level(value: Any) -> Any:
+def _level(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError('NaN is null, and infinity "inf"')
     return {None: math.nan, "inf": math.inf}.get(value, value) if isinstance(value, str | None) else value
@@ -41,8 +37,6 @@ Level = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_level)]  # 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row(OperandStats, Record):
-    """A line of `statistics.jsonl`."""
-
     step: NonNegative
     elements: NonNegative
     nonfinite: NonNegative
@@ -56,8 +50,6 @@ Row: Any = Annotated[_Row, AfterValidator(lambda row: OperandStats(**vars(row)))
 
 def read_statistics(out: Path) -> list[OperandStats]:
     """Read the statistics in the output folder `out`, in order; [] where there are none."""
-    # A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
-    # other line that is not a row, or is of a step before the last line's, raises ValueError with its number.
     path = out / STATISTICS_FILE
     rows: list[OperandStats] = read_records(path, Row, ROW)
     check_order(path, (row.step for row in rows), ROW, repeated=True)
@@ -73,8 +65,7 @@ def statistics_of(folder: Path) -> list[OperandStats]:
     rows = [row for row in read_statistics(run) if at is None or row.step <= int(at[1])]
     if not rows:
         before = f" up to step {int(at[1])}" if at else ""
-        problem = f"{run} has no statistics{before}: train with inspect.every=50"
-        raise ValueError(f"{problem}, which samples every 50th step into {STATISTICS_FILE}")
+        raise ValueError(f"{run} has no statistics{before}: train with inspect.every=50, for every 50th step")
     return rows
 
 
@@ -92,14 +83,12 @@ def limits_of(run: Path) -> Thresholds:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return Thresholds(**Limits.model_validate(tables.get("inspect", {}).get("limits", {})).model_dump())
-    except ValidationError as error:
-        raise ValueError(f"{path} is not the configuration of a run: inspect.limits.{first_error(error)}") from None
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not the configuration of a run: {error}") from None
+    except (ValueError, AttributeError) as error:
+        reason = f"inspect.limits.{first_error(error)}" if isinstance(error, ValidationError) else error
+        raise ValueError(f"{path} is not the configuration of a run: {reason}") from None
 
 
 def all_findings(rows: Sequence[OperandStats], thresholds: Thresholds | None = None) -> list[Finding]:
-    """The findings of all steps of a run, as the run itself would have reported them."""
     history, result = History(), []
     for now in _steps(rows):
         result += findings(now, thresholds or Thresholds(), history)
