@@ -24,7 +24,6 @@ MODEL = {"type": "llama", "config": SMALL}
 
 @pytest.fixture
 def trained(make_config, tmp_path):
-    """A trainer after a step, and its checkpoint."""
     trainer = make_trainer(make_config(model=MODEL, precision={"level": "fp8"}))
     trainer.train_step()
     trainer.save(tmp_path / "run")

@@ -1,11 +1,7 @@
 """Diffusion transformers of diffusers, with the interface that models of Transformers have here: config, build, load.
 
-`model.type = "dit"` is `DiTTransformer2DModel`, initialized as its paper does (adaLN-Zero, arXiv 2212.09748): Xavier
-weights, and zeros where modulation and head begin, so that each block starts as the identity. Diffusers, made for
-inference, draws all of them as `nn.Linear` does.
-
-In training the model itself drops classes, by random numbers of its rank, anew in each block. That is switched off
-here: the data drops them (`octavo.train.data.images`), so that ranks and resumed runs drop the same.
+`model.type = "dit"` is `DiTTransformer2DModel`, initialized as its paper does (adaLN-Zero, arXiv 2212.09748). The model
+itself drops no classes: the data does (`octavo.train.data.images`), so that ranks and resumed runs drop the same.
 """
 
 import json
@@ -33,20 +29,16 @@ INITIAL_STD = 0.02  # Standard deviation of the initial embeddings of classes an
 
 @dataclass(frozen=True)
 class DiffusersKind(ModelKind):
-    """Models of diffusers for one task."""
-
     @property
     def classes(self) -> dict[str, Any]:
-        """The class of each type. Raises ConfigError if diffusers is not installed."""
         config_class()
         return {TYPE: CLASS}
 
     @property
     def auto(self) -> Any:
-        """What makes them, with the methods of Transformers' classes."""
         return _Auto
 
-    def make_empty(self, model: Any) -> None:
+    def make_empty(self, model: nn.Module) -> None:
         """Do nothing: classes of diffusers note nothing in `__init__`."""
 
 
@@ -85,8 +77,7 @@ def config_class() -> Any:
     return DiTConfig
 
 
-def is_model(model: Any) -> bool:
-    """Whether a model is one of diffusers, also under FSDP2."""
+def is_model(model: nn.Module) -> bool:
     return any(f"{base.__module__}.".startswith("diffusers.") for base in type(model).__mro__)
 
 
@@ -135,7 +126,6 @@ def export(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size
 class _Auto:
     @staticmethod
     def from_config(settings: Any, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-        """A model with new weights, which `torch.manual_seed` seeds."""
         names = [name for name in config_class().__annotations__ if name != "model_type"]
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)  # of parameters, and not of buffers, as `from_pretrained` has them
@@ -150,7 +140,6 @@ class _Auto:
     def from_pretrained(
         folder: str, *, dtype: torch.dtype, local_files_only: bool, trust_remote_code: bool, output_loading_info: bool
     ) -> Any:
-        """The model in a folder, and what did not fit."""
         model, info = getattr(library(), CLASS).from_pretrained(
             folder, torch_dtype=dtype, local_files_only=local_files_only, output_loading_info=output_loading_info,
             low_cpu_mem_usage=False, use_safetensors=True,
@@ -167,10 +156,8 @@ def _prepared(model: Any) -> Any:
     return model
 
 
-def initialize(model: Any) -> None:
-    """Draw the initial weights of a `DiTTransformer2DModel`, in place, as section 3.2 of its paper."""
-    # Xavier-uniform weights and zero biases; embeddings of standard deviation `INITIAL_STD`; zeros in the modulation of
-    # blocks and head (adaLN-Zero) and in the last layer.
+def initialize(model: nn.Module) -> None:
+    """Draw the initial weights, as section 3.2 of the paper: Xavier, and zeros where modulation and head begin."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=INITIAL_STD)

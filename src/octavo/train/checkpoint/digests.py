@@ -1,24 +1,22 @@
 """Digests of a checkpoint's files, to detect damaged, missing, added or renamed files before reading them.
 
-    digests.json    {"digest": of what follows, "files": {"model.safetensors": …, "shards/__0_0.distcp": …}}
-
-BLAKE2b with 256 bits is the fastest cryptographic digest of `hashlib` on CPUs without SHA instructions. Each rank
-computes the digests of its own shards and checks an equal part of all files.
+digests.json    {"digest": of what follows, "files": {"model.safetensors": …, "shards/__0_0.distcp": …}}
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from octavo.train.config.run_config import ConfigError
 
 DIGESTS = "digests.json"
+_blake2b = partial(hashlib.blake2b, digest_size=32)  # hashlib's fastest on CPUs without SHA instructions
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The digest of each file of `folder`, by name. Raises OSError for one that cannot be read."""
     digests = {}
     for name in names:
         with (folder / name).open("rb") as file:
@@ -33,7 +31,6 @@ def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def check_digests(folder: Path, names: Iterable[str] | None = None, *, part: int = 0, parts: int = 1) -> None:
-    """Compare files with their digests. Raises ConfigError for the first damage."""
     if damage := find_damage(folder, names, part=part, parts=parts):
         remedy = f". If you changed it on purpose, start a new run from a copy of it without {DIGESTS} (model.path)"
         raise ConfigError(f"{folder} is damaged: {damage}{remedy if damage.endswith(f'({DIGESTS})') else ''}")
@@ -41,13 +38,12 @@ def check_digests(folder: Path, names: Iterable[str] | None = None, *, part: int
 
 def find_damage(folder: Path, names: Iterable[str] | None = None, *, part: int = 0, parts: int = 1) -> str:
     """The first damage of the files of `folder`, or of some of them; "" for none. Looks at each `parts`-th file."""
-    try:
+    expected: dict[str, str] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         content = (folder / DIGESTS).read_bytes()
-        expected: dict[str, str] = json.loads(content)["files"]
-        whole = content == _text(expected)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
+        files = json.loads(content)["files"]
+        expected = files if content == _text(files) else {}
+    if not expected:
         return f"{DIGESTS} is not what was written"
     if names is None:
         present = files_of(folder)
@@ -65,8 +61,7 @@ def find_damage(folder: Path, names: Iterable[str] | None = None, *, part: int =
 
 
 def files_of(folder: Path) -> set[str]:
-    """Names of files below `folder` with a digest: all but notes (*.md) and hidden files, which DCP never reads."""
-    # File systems and synchronizers leave hidden files, and people notes; nothing that loads a checkpoint reads either.
+    """Names of files below `folder` with a digest: all but notes (*.md) and hidden files, which nothing here reads."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
     return {
         path.as_posix()
@@ -86,7 +81,3 @@ def _text(files: Mapping[str, str]) -> bytes:
     ordered = {name: files[name] for name in sorted(files)}
     digest = _blake2b(json.dumps(ordered).encode()).hexdigest()
     return (json.dumps({"digest": digest, "files": ordered}, indent=1) + "\n").encode()
-
-
-def _blake2b(data: bytes = b"") -> Any:
-    return hashlib.blake2b(data, digest_size=32)

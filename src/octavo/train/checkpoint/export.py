@@ -1,5 +1,6 @@
 """Export a checkpoint of one process or several to a folder that `transformers`, vLLM and SGLang load."""
 
+import re
 import shutil
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -32,8 +33,7 @@ def export(
     checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | str = "50GB", *, ema: bool = False,
     merge: bool = False,
 ) -> Exported:  # fmt: skip
-    """Write the weights of a checkpoint, of one process or of many, with the tokenizer."""
-    # `digests.json` is written beside them, so that damage is found where the folder is a run's `model.path`.
+    """Write the weights of a checkpoint, with the tokenizer and digests, for a run from there."""
     layout = get_layout(to)
     check_shard_size(max_shard_size)
     if not (checkpoint / "trainer.json").exists():
@@ -45,14 +45,10 @@ def export(
         if merge and (layout is not None or not state["config"].get("lora")):
             raise ConfigError("--merge adds the adapters of a run with [lora] to its base, with --to bf16")
         if layout is not None and not state.get("recipes"):
-            if state["config"]["precision"].get("level", "bf16") == "bf16":
-                raise ConfigError(
-                    f"{checkpoint} was trained in bf16, so it has no FP8 values to write as {layout.name}: export it "
-                    f"with --to bf16, or train with precision.level=fp8 precision.recipe={layout.recipe.name}"
-                )
-            raise ConfigError(
-                f"{checkpoint} has no layer that computed in FP8, to write as {layout.name}: export it with --to bf16"
-            )
+            bf16 = state["config"]["precision"].get("level", "bf16") == "bf16"
+            hint = f", or train with precision.level=fp8 precision.recipe={layout.recipe.name}" if bf16 else ""
+            problem = "was trained in bf16, so it has no FP8 values" if bf16 else "has no layer that computed in FP8,"
+            raise ConfigError(f"{checkpoint} {problem} to write as {layout.name}: export it with --to bf16{hint}")
         if ema and state["config"]["optim"].get("ema") is None:
             raise ConfigError(f"{checkpoint} has no averaged weights: train with optim.ema, or export without --ema")
         check_files(checkpoint, Ranks(torch.device("cpu")))
@@ -98,9 +94,7 @@ def _copy_assets(checkpoint: Path, folder: Path) -> None:
     """Copy what neither the trainer nor the model wrote: the tokenizer's files, whatever they are."""
     for name in files_of(checkpoint):
         path, target = checkpoint / name, folder / name
-        weights = name.startswith(("model", "diffusion_pytorch_model")) and name.endswith(
-            (".safetensors", ".index.json")
-        )
+        weights = re.fullmatch(r"(model|diffusion_pytorch_model).*(\.safetensors|\.index\.json)", name)
         own = weights or name in OWN or name.startswith(f"{SHARDS}/")
         if path.is_file() and not path.is_symlink() and not own and not target.exists():
             target.parent.mkdir(exist_ok=True, parents=True)
@@ -110,10 +104,8 @@ def _copy_assets(checkpoint: Path, folder: Path) -> None:
 def _export_adapters(checkpoint: Path, folder: Path, out: Path, layout: ExportLayout | None) -> Exported:
     """Write the adapters of a run with `[lora]` as PEFT does; the base is not in the checkpoint."""
     if layout is not None:
-        raise ConfigError(
-            f"{checkpoint} holds adapters, which {layout.name} does not have: export them with --to bf16, merge them "
-            "with peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload(), and export that model"
-        )
+        merge = "merge them with peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()"
+        raise ConfigError(f"{checkpoint} holds adapters, which {layout.name} does not have: --to bf16, or {merge}")
     sharded = (checkpoint / SHARDS).exists()
     with _damage(checkpoint):
         if sharded:
@@ -138,7 +130,6 @@ def _damage(checkpoint: Path) -> AbstractContextManager[None]:
 
 
 def _merged(checkpoint: Path, state: dict[str, Any], dtype: torch.dtype) -> Any:
-    """The base of a run with adapters, with those added to it."""
     config = parse_config(state["config"])
     if config.model.path is None or config.lora is None:
         raise ConfigError(f"{checkpoint} has no base to add its adapters to: its run had no model.path")

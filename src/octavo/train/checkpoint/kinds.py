@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,7 @@ class ModelKind:
 
         return getattr(transformers, self.auto_class)
 
-    def make_empty(self, model: Any) -> None:
-        """Make an empty model of the class of `model`."""
+    def make_empty(self, model: nn.Module) -> None:
         # Transformers notes in `__init__` alone which outputs a class can record, such as the logits of routers.
         with torch.device("meta"):
             type(model)(deepcopy(model.config))

@@ -17,8 +17,7 @@ from octavo.train.checkpoint.kinds import IMAGE_CLASSIFICATION, IMAGE_TEXT, LANG
 from octavo.train.config.run_config import ConfigError, naming, one_line
 
 KINDS = LANGUAGE, IMAGE_CLASSIFICATION, IMAGE_TEXT  # Those of Transformers
-AUTO_CLASSES = "AutoConfig", "AutoModel", *(kind.auto_class for kind in KINDS)
-"""Entries of `auto_map` in a config that this module would load."""
+AUTO_CLASSES = "AutoConfig", "AutoModel", *(kind.auto_class for kind in KINDS)  # In `auto_map` of a config
 
 
 def kind_of(settings: Any) -> ModelKind:
@@ -35,19 +34,15 @@ def kind_of(settings: Any) -> ModelKind:
 
 def load_model_config(folder: Path, *, adapters: bool = False) -> Any:
     """The config of the model in `folder`, of Transformers; with `adapters` also of one that has these alone."""
-    # Raises ConfigError if it cannot be read, or the model wants to run its own code. Many models name code that
-    # Transformers has by now: it is enough that their classes have the names of those of Transformers.
+    # Many models name code that Transformers has by now: it is enough that their classes have the same names.
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     if (of_diffusers := diffusers_models.load_config(folder)) is not None:
         return of_diffusers
     if not adapters and (folder / "adapter_config.json").exists():
-        raise ConfigError(
-            "it holds a PEFT adapter (adapter_config.json), which Transformers would put into the model: merge it, "
-            "peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(another), and "
-            "give the folder with the merged model"
-        )
+        merge = "peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(another)"
+        raise ConfigError(f"it holds a PEFT adapter (adapter_config.json): give the folder of a merged model, {merge}")
     auto_map: Any = None
     kernels: list[str] = []
     names: dict[str, Any] = {}
@@ -64,17 +59,17 @@ def load_model_config(folder: Path, *, adapters: bool = False) -> Any:
     auto_map = auto_map if isinstance(auto_map, dict) else {"AutoConfig": auto_map} if auto_map else {}
     classes = {key: str(auto_map[key]).rpartition(".")[2] for key in AUTO_CLASSES if key in auto_map}
     if custom := [name for key, name in classes.items() if name != names.get(key)]:
-        what = f"the model needs its own code ({', '.join(dict.fromkeys(custom))}), which Octavo never runs"
-        raise ConfigError(f"{what}: give a model that Transformers has, without auto_map in its config.json")
+        problem = f"the model needs its own code ({', '.join(dict.fromkeys(custom))}), which Octavo never runs"
+        problem += ": give a model that Transformers has, without auto_map in its config.json"
     if problem:
         raise ConfigError(problem)
     if kernels:
         reason = f"the model needs attention from the hub ({kernels[0]!r}), code that Octavo never fetches or runs"
-        raise ConfigError(f'{reason}: set attn_implementation in its config.json to "sdpa" or "eager", or leave it out')
+        raise ConfigError(f'{reason}: set attn_implementation in its config.json to "sdpa" or "eager"')
     return settings
 
 
-def _hub_kernels(config: Any, inside: bool = False) -> list[str]:
+def _hub_kernels(config: object, inside: bool = False) -> list[str]:
     """What a config, or a part of it, names as attention of a repository, as "owner/kernel"."""
     if isinstance(config, dict):
         parts = [(value, inside or "attn_implementation" in key) for key, value in config.items()]
@@ -84,7 +79,6 @@ def _hub_kernels(config: Any, inside: bool = False) -> list[str]:
 
 def load_pretrained(folder: Path, dtype: torch.dtype, kind: ModelKind | None = None) -> Any:
     """The model in `folder`, on the CPU, as one of `kind`; None: of its own kind."""
-    # Raises ConfigError if it cannot be loaded whole.
     settings = load_model_config(folder)
     _check_indices(folder)
     try:
@@ -104,7 +98,6 @@ def load_pretrained(folder: Path, dtype: torch.dtype, kind: ModelKind | None = N
 
 
 def _check_indices(folder: Path) -> None:
-    """Raise ConfigError if an index of weights names a file outside of `folder`."""
     for path in folder.glob("*.index.json"):
         with naming(f"{path.name} cannot be read"):
             files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
@@ -114,7 +107,6 @@ def _check_indices(folder: Path) -> None:
 
 
 def settings_of(model: Any) -> Any:
-    """The config of a model, a class of Transformers."""
     return diffusers_models.config_of(model) if diffusers_models.is_model(model) else model.config
 
 
@@ -128,8 +120,7 @@ def load_generation_config(folder: Path, model: Any) -> None:
 
 
 def save_model_configs(model: Any, folder: Path) -> None:
-    """Write what `save_pretrained` writes of a model besides its weights."""
-    # `model.save_pretrained` does not do for shards, whose weights are written otherwise.
+    """Write what `save_pretrained` writes of a model besides its weights, of which shards are written otherwise."""
     if diffusers_models.is_model(model):
         diffusers_models.save_config(model, folder)
         return

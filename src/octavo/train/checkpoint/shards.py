@@ -2,20 +2,7 @@
 
     checkpoints/step-000123/shards/
         __0_0.distcp  __1_0.distcp …    each rank's rows of parameters ("model.…") and states ("optimizer.…")
-        .metadata                       the index of the rows; written last, read by `read_index`
-
-Parameters, moments, their scales and remainders are sharded by rows (`octavo.optim.sharded`). A rank reads its
-own rows, for any number of writers.
-
-With `parallel.async_save`, the state is copied to host memory and written in the background while training continues.
-Each rank computes the digests of its files once they are on the disk; after the first step at which all ranks have done
-so, the checkpoint is published, and obsolete ones are removed.
-
-torch writes the index as a pickle and reads it with `pickle.load`, which calls any function that the file names. This
-module turns a short list of allowed names into inert records, and builds the index for torch from these, checked:
-
-    tensors    dtype, sizes and chunks; an entry of bytes is a pickle as well and raises an error
-    files      a name in the folder of the index, no path out of it; no transformed content
+        .metadata                       the index of the rows, a pickle, which torch would let call any function
 
 The state of a run of one process is a file of weights and one of optimizer states (`save_whole`, `load_whole`).
 """
@@ -27,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -56,7 +43,7 @@ SHARDS = "shards"
 
 
 def state_of(model: nn.Module, optimizer: TrainerOptimizer) -> dict[str, Tensor]:
-    """Return parameters, buffers and optimizer states by name, without copies; shards as DTensors."""
+    """Parameters, buffers and optimizer states by name, without copies; shards as DTensors."""
     state = {f"model.{name}": value for name, value in lora.checkpointed(model).items()}
     return state | {f"optimizer.{name}": value.detach() for name, value in optimizer.tensors().items()}
 
@@ -68,8 +55,7 @@ def has_shards(model: nn.Module) -> bool:
 
 
 def write(folder: Path, state: dict[str, Tensor]) -> dict[str, str]:
-    """Write this rank's part of a state into `folder` and wait for the others. Raises OSError if any rank fails."""
-    # Returns the digests of the files of this rank, by their path in the checkpoint.
+    """Write this rank's part of a state and wait for the others. Returns the digests of its files, by their path."""
     with _dcp_errors(folder), _ignore_warnings():
         save(state, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=not dist.is_initialized())
     return _own_digests(folder)
@@ -87,7 +73,6 @@ def write_async(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup
 
 
 def wait_for(future: Future[dict[str, str]], folder: Path) -> dict[str, str]:
-    """Wait until `write_async` has finished. Raises OSError if any rank failed."""
     with _dcp_errors(folder), _ignore_warnings():
         return future.result()
 
@@ -108,7 +93,6 @@ def read(folder: Path, model: nn.Module, optimizer: TrainerOptimizer) -> None:
 
 def read_tensors(folder: Path, prefix: str, suffix: str = "") -> dict[str, Tensor]:
     """Read whole the tensors of a state with names of this prefix and suffix, by the rest of their names."""
-    # Raises ConfigError if they cannot be read.
     saved: Mapping[str, Any] = read_index(folder).state_dict_metadata
     names = [name for name in saved if name.startswith(prefix) and name.endswith(suffix)]
     state = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype, device="cpu") for name in names}
@@ -132,11 +116,10 @@ def check(folder: Path) -> None:
 
 def fill(folder: Path, state: dict[str, Tensor], *, alone: bool = True) -> None:
     """Fill a state in place, in one process or, unless `alone`, in all. Raises ConfigError if it does not fit."""
-    # The error of a lost rank is no CheckpointException and propagates.
     try:
         with _ignore_warnings():
             load(state, storage_reader=ShardReader(folder), no_dist=alone)
-    except CheckpointException as error:
+    except CheckpointException as error:  # that of a lost rank is none
         raise ConfigError(_reason(error)) from None
 
 
@@ -150,7 +133,6 @@ def _dcp_errors(folder: Path) -> Iterator[None]:
 
 
 def free_space(folder: Path) -> str:
-    """Free space on the disk of a folder, as the end of a sentence; empty if unknown."""
     for place in (folder, *folder.parents):
         with suppress(OSError):  # the first rank may have removed it already
             return f" ({shutil.disk_usage(place).free / 2**30:.1f} GiB are free there)"
@@ -158,14 +140,12 @@ def free_space(folder: Path) -> str:
 
 
 def _reason(error: CheckpointException) -> str:
-    """The error of the lowest failed rank, without its traceback."""
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
     return f"rank {rank}: {' '.join(str(cause).split())[:300]}"
 
 
 @contextmanager
 def _ignore_warnings() -> Iterator[None]:
-    """Silence the library's warnings about its own interfaces."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", UserWarning)
@@ -173,27 +153,28 @@ def _ignore_warnings() -> Iterator[None]:
 
 
 INDEX = ".metadata"
-_METADATA = "torch.distributed.checkpoint.metadata"
-_NAMES = {  # Names in an index of tensors, besides `torch.Size` and dtypes
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata")),
-    *((_METADATA, name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
-}
 
 
 class ShardReader(FileSystemReader):
     """Read shards with the checked index, and only files next to it."""
 
-    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
+    def read_metadata(self, *_: object, **__: object) -> metadata.Metadata:
         return read_index(Path(self.path))
 
 
 def read_index(folder: Path) -> metadata.Metadata:
     """Read and check the index of the shards in `folder`. Raises ConfigError as `ShardReader`."""
     try:
-        index = _metadata(_Unpickler(io.BytesIO((folder / INDEX).read_bytes())).load())
+        index: object = _Unpickler(io.BytesIO((folder / INDEX).read_bytes())).load()
+        if not isinstance(index, metadata.Metadata):
+            raise TypeError
+        for name, entry in index.state_dict_metadata.items():
+            if not isinstance(entry, metadata.TensorStorageMetadata):
+                raise ConfigError(f"{name} is no tensor, and whatever else it is would be unpickled")
+        index.storage_data = {
+            metadata.MetadataIndex(key.fqn, key.offset, key.index): _checked(info)
+            for key, info in index.storage_data.items()
+        }
     except ConfigError as error:
         raise ConfigError(f"{folder / INDEX} is not loaded: {error}") from None
     except Exception as error:  # no common type: unpickling raises many
@@ -205,93 +186,50 @@ def read_index(folder: Path) -> metadata.Metadata:
     return index
 
 
-class _Sealed(type):
-    """A class whose attributes a pickle cannot set."""
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError(f"a pickle may not set {name} of a class")
-
-
-class _Record(metaclass=_Sealed):
-    """Arguments and state of an object in a pickle. Nothing is called."""
-
-    def __new__(cls, *args: Any) -> "_Record":
-        return super().__new__(cls)
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+def _checked(info: StorageInfo) -> StorageInfo:
+    """Where a part of a tensor is, if that is a file beside the index, as it was written."""
+    file: object = info.relative_path
+    if not isinstance(file, str) or Path(file).name != file or "\\" in file or file.startswith("."):
+        raise ConfigError(f"it points to {str(file)!r}, which is no file beside it")
+    if getattr(info, "transform_descriptors", None):
+        raise ConfigError(f"the content of {file} is transformed, which Octavo's is not")
+    return info
 
 
-_RECORDS: dict[tuple[str, str], Any] = {(module, name): _Sealed(name, (_Record,), {}) for module, name in _NAMES}
+class _Properties(metadata.TensorProperties):
+    def __setstate__(self, state: tuple[torch.dtype]) -> None:
+        self.dtype = state[0]
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES: dict[tuple[str, str], type] = {  # By names in an index of tensors, besides `torch.Size` and dtypes
+    **{
+        (_METADATA, name): getattr(metadata, name)
+        for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "StorageMeta")
+    },
+    (_METADATA, "TensorProperties"): _Properties,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): int,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
+    ("torch.serialization", "_get_layout"): str,
+    **{
+        (module, f"{kind}Path"): PurePosixPath
+        for module in ("pathlib", "pathlib._local")
+        for kind in ("Posix", "Windows")
+    },
+}
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if kind := _RECORDS.get((module, name)):
-            return kind
+    """Reads an index into classes made for it alone: a pickle can set attributes of the classes that it names."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if kind := _CLASSES.get((module, name)):
+            return type(name, (kind,), {})
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype) or value is torch.Size:
             return value
         problem = f"it names {module}.{name}, which no index of tensors needs"
         raise ConfigError(f"{problem}, and which reading it as torch does would call. Use checkpoints that you trust")
-
-
-def _metadata(record: Any) -> metadata.Metadata:
-    state = _state(record, "Metadata")
-    tensors = _expect(state["state_dict_metadata"], dict)
-    return metadata.Metadata(
-        {_expect(name, str): _tensor(name, entry) for name, entry in tensors.items()},
-        planner_data={
-            _expect(name, str): tuple(_expect(part, str | int) for part in _expect(path, tuple))
-            for name, path in _expect(state.get("planner_data") or {}, dict).items()
-        },
-        storage_data=dict(_stored(key, value) for key, value in _expect(state["storage_data"], dict).items()),
-        storage_meta=metadata.StorageMeta(),
-        version=_expect(state.get("version"), str | None),
-    )
-
-
-def _tensor(name: str, record: Any) -> metadata.TensorStorageMetadata:
-    if not isinstance(record, _Record) or type(record).__name__ != "TensorStorageMetadata":
-        raise ConfigError(f"{name} is no tensor, and whatever else it is would be unpickled")
-    state = _state(record, "TensorStorageMetadata")
-    dtype, *_ = _state(state["properties"], "TensorProperties", tuple)
-    chunks = []
-    for chunk in _expect(state["chunks"], list):
-        sizes = _state(chunk, "ChunkStorageMetadata")
-        start, extent = (_expect(sizes[key], torch.Size) for key in ("offsets", "sizes"))
-        chunks.append(metadata.ChunkStorageMetadata(start, extent))
-    properties = metadata.TensorProperties(dtype=_expect(dtype, torch.dtype))
-    return metadata.TensorStorageMetadata(properties, _expect(state["size"], torch.Size), chunks)
-
-
-def _stored(key: Any, value: Any) -> tuple[metadata.MetadataIndex, StorageInfo]:
-    key_state, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
-    file = _expect(info["relative_path"], str)
-    if Path(file).name != file or "\\" in file or file.startswith("."):
-        raise ConfigError(f"it points to {file!r}, which is no file beside it")
-    if info.get("transform_descriptors"):
-        raise ConfigError(f"the content of {file} is transformed, which Octavo's is not")
-    offset, length = (_expect(info[name], int) for name in ("offset", "length"))
-    if offset < 0 or length < 0:
-        raise ConfigError(f"it points to {offset}, {length} in {file}")
-    start, hint = _expect(key_state.get("offset"), torch.Size | None), _expect(key_state.get("index"), int | None)
-    return metadata.MetadataIndex(_expect(key_state["fqn"], str), start, hint), StorageInfo(file, offset, length)
-
-
-def _state(record: Any, name: str, kind: Any = dict) -> Any:
-    if not isinstance(record, _Record) or type(record).__name__ != name:
-        raise TypeError(f"{name} expected")
-    return _expect(record.state, kind)
-
-
-def _expect(value: Any, kind: Any) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"expected {kind}, got {type(value)}")
-    return value
 
 
 def save_whole(folder: Path, model: Any, optimizer: TrainerOptimizer) -> None:

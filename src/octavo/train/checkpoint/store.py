@@ -8,12 +8,8 @@
                                                             recipes of the layers in FP8
         digests.json                                        of every other file: `octavo.train.checkpoint.digests`
 
-A checkpoint is written under a temporary name, synced to disk and renamed, so after a kill the previous checkpoint is
-the newest. Before removal it is renamed as well. One process or several can read either kind; reading executes no code
-from it. Learning rate, batch and randomness of a step are functions of (seed, step) and need no saving.
-
-docs/training.md has what must be equal on resume, and what may change. `octavo export` needs the recipes, which the
-configuration does not tell: with recipe "auto" they depend on the GPU, and the autopilot moves layers.
+A checkpoint is written under a temporary name, synced to disk and renamed; before removal it is renamed as well. One
+process or several can read either kind; reading executes no code from it.
 """
 
 import json
@@ -68,9 +64,7 @@ class CheckpointSaver:
     ) -> Path:  # fmt: skip
         """Write the checkpoint of `step` under `out`; with `prune`, remove those that the run does not keep."""
         # `save_assets`: writes what belongs to the model into a folder, as the tokenizer. `extra`: more entries of
-        # `trainer.json`. `part`: which part of each layer this rank has.
-        # Returns the folder. An existing checkpoint of the step stays: it is the same. Raises ConfigError if this
-        # checkpoint, or a pending one, cannot be written; earlier ones are unchanged.
+        # `trainer.json`. `part`: which part of each layer this rank has. One that is there is the same.
         self.finish()
         checkpoint = _NewCheckpoint(out, step, config.run if prune else None)
         if self._ranks.run_on_rank0(lambda: checkpoint.target in checkpoints(out)):
@@ -105,14 +99,13 @@ class CheckpointSaver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for a pending checkpoint and publish it."""
         if self._pending is None:
             return
         (future, checkpoint), self._pending = self._pending, None
         with self._writing(checkpoint):
             self._publish(checkpoint, shards.wait_for(future, checkpoint.scratch / SHARDS))
 
-    def _channels(self, model: Any, part: int) -> dict[str, Any]:
+    def _channels(self, model: nn.Module, part: int) -> dict[str, Any]:
         """The channel scales of equalized layers, by part of the layers if there are several; {} without any."""
         own = equalized.state_dict(model)
         if self._ranks.world_size == 1:
@@ -130,7 +123,6 @@ class CheckpointSaver:
         return {name: value for entries in by_rank for name, value in entries.items()}
 
     def _publish(self, checkpoint: "_NewCheckpoint", digests: dict[str, str]) -> None:
-        """Publish a checkpoint; `digests`: those that this rank computed."""
         merged = self._merged(digests)
         self._ranks.run_on_rank0(lambda: checkpoint.publish(merged))
 
@@ -141,8 +133,8 @@ class CheckpointSaver:
         except (OSError, SharedError) as error:
             if self._ranks.is_main:
                 shutil.rmtree(checkpoint.scratch, ignore_errors=True)
-            what = f"the checkpoint of step {checkpoint.step} cannot be written: {error}"
-            raise SharedError(f"{what}. Those before it are as they were") from None
+            problem = f"the checkpoint of step {checkpoint.step} cannot be written: {error}"
+            raise SharedError(f"{problem}. Those before it are as they were") from None
 
 
 @dataclass(frozen=True)
@@ -174,14 +166,12 @@ class _NewCheckpoint:
         (self.scratch / "trainer.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
     def publish(self, digests: Mapping[str, str]) -> None:
-        """Write the missing digests, rename the folder to its final name and remove obsolete checkpoints."""
         if (self.scratch / SHARDS).exists():
             try:
                 shards.check(self.scratch / SHARDS)
             except ConfigError as error:
-                raise OSError(
-                    f"{error}, of what was just written: give --out a folder that all machines share"
-                ) from None
+                reason = "of what was just written: give --out a folder that all machines share"
+                raise OSError(f"{error}, {reason}") from None
         write_digests(self.scratch, digests)
         for folder in (self.scratch / SHARDS, self.scratch):
             if folder.exists():
@@ -212,14 +202,8 @@ class _TrainerJson(BaseModel):
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """Read `trainer.json` of a checkpoint: step, loss_scale, data, config."""
-    # Raises ConfigError if it cannot be read or was changed after writing, and for a link out of the folder.
-    path, home = folder / "trainer.json", folder.resolve()
-    for link in filter(Path.is_symlink, folder.rglob("*")):
-        if home not in link.resolve().parents:
-            raise ConfigError(
-                f"{link} is not loaded: it is a link out of its folder. Put a copy in its place to load it"
-            )
+    """Read `trainer.json` of a checkpoint. Raises ConfigError if it was changed after writing."""
+    path = folder / "trainer.json"
     _with_remedy(folder, lambda: check_digests(folder, [path.name]))
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -233,7 +217,6 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 def damaged_checkpoints(out: Path) -> dict[Path, str]:
     """The newest checkpoints under `out` that are damaged, up to the first whole one, with the reason of each."""
-    # Raises ConfigError if no checkpoint is whole.
     damaged: dict[Path, str] = {}
     for folder in reversed(checkpoints(out)):
         try:
@@ -250,9 +233,8 @@ def damaged_checkpoints(out: Path) -> dict[Path, str]:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, and return its path."""
-    names = (f"damaged-{folder.name}{f'-{n}' if n else ''}" for n in count())
-    return folder.rename(next(path for name in names if not (path := folder.with_name(name)).exists()))
+    paths = (folder.with_name(f"damaged-{folder.name}{f'-{n}' if n else ''}") for n in count())
+    return folder.rename(next(path for path in paths if not path.exists()))
 
 
 def saved_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -296,9 +278,9 @@ def check_same_model(folder: Path, config: Any) -> None:
         values = (json.loads(json.dumps(settings.get(key), default=str)) for settings in (saved, current))
         before, now = (json.dumps(value, sort_keys=True) for value in values)
         if before != now and key not in IGNORED_CONFIG_KEYS:
+            problem = f"{folder} holds another model: there {key} = {before}, here {now}"
             raise ConfigError(
-                f"{folder} holds another model: there {key} = {before}, here {now}. Set it back in model.path or "
-                "[model.config] to resume it, or choose another output folder"
+                f"{problem}. Set it back in model.path or [model.config], or choose another folder (--out)"
             )
 
 
@@ -307,8 +289,7 @@ def load_checkpoint(
     part: tuple[int, int] = (0, 1),
 ) -> None:  # fmt: skip
     """Load weights, optimizer state and loss scale. Raises ConfigError if they do not fit."""
-    # `part`: which part of each layer this rank has, and of how many. Channel scales of another number of parts are not
-    # loaded: layers measure theirs in their next forward.
+    # `part`: which part of each layer this rank has, and of how many; channel scales of another number are not loaded.
     state = ranks.run_on_rank0(lambda: read_trainer_state(folder))
     check_files(folder, ranks)
     ranks.run_on_rank0(lambda: check_same_model(folder, pretrained.settings_of(model)))
@@ -348,7 +329,7 @@ def _remedy(folder: Path) -> str:
 
 
 def recipes_of(model: nn.Module) -> dict[str, str]:
-    """Return the name of the recipe of each converted layer, by the layer's name."""
+    """The name of the recipe of each converted layer, by the layer's name, which `octavo export` needs."""
     modules = model.named_modules()
     return {fqn: m.recipe.name for fqn, m in modules if is_converted(m) or is_converted_experts(m)}
 

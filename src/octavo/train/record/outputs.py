@@ -1,14 +1,7 @@
 """The output folder of a run: check its content before a run writes into it.
 
-    config.toml  layers.json  metrics.jsonl  run.json  tokenizer.json  checkpoints/  tensorboard/
-    statistics.jsonl          with `[inspect]`
-    setup.json                what the run knows before its first step
-    events.jsonl              for events other than steps
-    loggers.json              with `run.loggers`
-    report.html               from the command line
-
-Only the same run continues a folder, and only on request. A run never overwrites a foreign file with one of these
-names, and leaves other files alone.
+Only the same run continues a folder, and only on request. A run never overwrites a foreign file with the name of one of
+its own, and leaves other files alone.
 """
 
 import os
@@ -16,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.train.checkpoint.retention import FOLDER, checkpoints, invalid_checkpoints, latest_checkpoint, step_of
+from octavo.train.checkpoint.retention import FOLDER, checkpoints, latest_checkpoint, step_of
 from octavo.train.checkpoint.store import damaged_checkpoints, read_trainer_state, set_aside
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, naming
 from octavo.train.config.sections import expand
@@ -31,16 +24,12 @@ OTHER_FILES = (  # Other files of a run or its report
 
 
 class RunFolder(NamedTuple):
-    """A checked output folder: the checkpoint to resume from, if any, and notes to print."""
-
     checkpoint: Path | None = None
-    notes: tuple[str, ...] = ()  # Changed settings and ignored folders
+    notes: tuple[str, ...] = ()  # Changed settings and damaged checkpoints
 
 
 def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort: bool = False) -> RunFolder:
     """Check that a run may write into the folder `out`, and find the checkpoint to resume from."""
-    # Raises ConfigError if `out` holds a run without `resume`, another run, files that the run would overwrite, or
-    # links that it would write through.
     if config.model.path is not None and expand(config.model.path).resolve() == out.resolve():
         raise ConfigError(f"{out} is model.path, the checkpoint to start from: choose another folder (--out)")
     for name in (*RUN_MARKERS, *OTHER_FILES):
@@ -49,29 +38,27 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort
     foreign_files = [name for name in OTHER_FILES if (out / name).exists()]
     if not resume:
         if run_files:
-            progress = _progress(out)
-            raise ConfigError(f"{out} already holds a run ({progress}; or choose another folder for a new one (--out)")
+            problem = f"{out} already holds a run ({_progress(out)}"
+            raise ConfigError(f"{problem}; or choose another folder for a new one (--out)")
         if foreign_files:
-            foreign = f"{foreign_files[0]}, which a run would overwrite"
-            raise ConfigError(f"{out} holds {foreign}: choose another folder (--out)")
+            problem = f"{out} holds {foreign_files[0]}, which a run would overwrite"
+            raise ConfigError(f"{problem}: choose another folder (--out)")
         return RunFolder()
     damaged = damaged_checkpoints(out) if best_effort else {}
     checkpoint = next((path for path in reversed(checkpoints(out)) if path not in damaged), None)
-    reason = "is no checkpoint and is ignored: it is empty, or not named as step-000100"
-    ignored = tuple(f"{path} {reason}" for path in invalid_checkpoints(out))
     if checkpoint is None:
-        if (run_files or foreign_files) and not (out / CONFIG_FILE).exists():
-            problem = f"{out} holds {(run_files + foreign_files)[0]} but no checkpoint and no {CONFIG_FILE}"
+        if (files := run_files + foreign_files) and not (out / CONFIG_FILE).exists():
+            problem = f"{out} holds {files[0]} but no checkpoint and no {CONFIG_FILE}"
             raise ConfigError(f"{problem}, so it is not known which run wrote it: choose another folder (--out)")
         if run_files:
             check_same_run(_read_config(out / CONFIG_FILE), config, out)
-        return RunFolder(notes=ignored)
+        return RunFolder()
     state = read_trainer_state(checkpoint)
     changes = check_same_run(state["config"], config, out)
     if config.run.steps < state["step"]:
         raise ConfigError(f"run.steps = {config.run.steps}, but {checkpoint} is already at step {state['step']}")
     aside = (f"{path} is damaged: {reason}. It is {set_aside(path).name} now" for path, reason in damaged.items())
-    return RunFolder(checkpoint, (*aside, *ignored, *changes))
+    return RunFolder(checkpoint, (*aside, *changes))
 
 
 def _progress(out: Path) -> str:
