@@ -1,9 +1,4 @@
-"""Level 7: the trainer behind `octavo train`.
-
-`run` executes a training run; `loop.py` implements it. Other modules: configuration (`config/`), tokenization and
-batches (`data/`), model and training step (`model`, `trainer`, `optimizer`, `loss_scale`), processes (`ranks`),
-checkpoints (`checkpoint/`), logs (`record/`), and error and spike detection (`diagnose`, `guard`).
-"""
+"""Level 7: the trainer behind `octavo train`. `run` executes a training run; `loop.py` implements it."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,18 +1,7 @@
-"""The repeated block of a model: its compilation (`run.compile`) and its activation checkpointing.
+"""The repeated block of a model: its compilation (`run.compile`, docs/compile.md) and its activation checkpointing.
 
-The blocks are those of `octavo.runtime.blocks`, after conversion. The forward of each, with its activation
-checkpointing, is one graph (`fullgraph=True`) of static shapes, and equal blocks share it. FSDP2, tensor and pipeline
-parallelism are applied afterwards. Evaluation has graphs of its own, without gradients. Steps that `Watch` samples,
-samples of text, and checks of the model run eagerly.
-
-A graph break would make a run slow without a word. So with "blocks" a block that compiles unconverted but not converted
-raises ConfigError. With "auto", after a graph has been compiled, or if it does not compile unconverted either, the
-blocks run eagerly from then on, and a note names the line.
-
-Activation checkpointing "full" keeps a block's input and recomputes the rest in backward; "selective" also keeps what
-matrix products and attention put out, and recomputes the cheap rest. Only the `forward` of each block is wrapped:
-modules, names, hooks and `state_dict` stay as they are. The recomputation runs the same kernels on the same inputs, so
-gradients are bitwise those without checkpointing.
+Each block, with its checkpointing, is one graph (`fullgraph=True`) of static shapes, and equal blocks share it. Only
+the `forward` of a block is wrapped: modules, names, hooks and `state_dict` stay as they are.
 """
 
 import time
@@ -101,14 +90,14 @@ class CompiledBlocks:
         errors = torch_compat.compilation_error()
 
         # The frame that Dynamo compiles: it skips that of `torch.utils.checkpoint`.
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             return inner(*args, **kwargs)
 
         self._forward = forward
         compiled = torch.compile(forward, fullgraph=True, dynamic=False, backend=BACKEND)
 
         @wraps(inner)
-        def compiled_forward(*args: Any, **kwargs: Any) -> Any:
+        def compiled_forward(*args: object, **kwargs: object) -> object:
             if self.reason:
                 return inner(*args, **kwargs)
             try:
@@ -176,15 +165,13 @@ class Checkpointing:
         self._saved: SavedOutputs | None = None  # In `saved_outputs`
         if mode == "none":
             return
-        # A graph saves what its partitioner decides, where saved-tensor hooks see it.
-        in_graph = partial(create_selective_checkpoint_contexts, SAVED_OPS)
         names = {id(module): name for name, module in model.named_modules()}
-        blocks = find_blocks(model)
-        if not blocks:
-            raise ConfigError(
-                f'precision.checkpointing: {type(model).__name__} has no list of equal blocks to recompute; take "none"'
-            )
+        if not (blocks := find_blocks(model)):
+            problem = f"precision.checkpointing: {type(model).__name__} has no list of equal blocks to recompute"
+            raise ConfigError(f'{problem}; take "none"')
         for block in blocks:
+            # A graph saves what its partitioner decides, where saved-tensor hooks see it.
+            in_graph = partial(create_selective_checkpoint_contexts, SAVED_OPS)
             contexts = in_graph if in_graphs else partial(self._contexts, names[id(block)])
             context: dict[str, Any] = {} if mode == "full" else {"context_fn": contexts}
             recomputed = partial(checkpoint, block.forward, use_reentrant=False, **context)
@@ -210,13 +197,11 @@ SavedOutputs = dict[int, tuple[torch.UntypedStorage, SavedStorage]]
 
 
 class _Recorder(TorchDispatchMode):
-    """Lists the outputs of SAVED_OPS, each storage once."""
-
     def __init__(self, saved: SavedOutputs, block: str) -> None:
         TorchDispatchMode.__init__(self)
         self._saved, self._block = saved, block
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         if func in SAVED_OPS:
             for output in outputs if isinstance(outputs, tuple | list) else [outputs]:

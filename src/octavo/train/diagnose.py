@@ -1,10 +1,7 @@
 """Find the origin of a NaN or an infinity: rerun the failing batch with a hook on every module.
 
-This costs nothing before a failure. The origin is the first non-finite value in the order of execution. Modules finish
-their forward before the modules that contain them, and backward reaches the faulty product before everything upstream,
-so later non-finite values are consequences. Ranks that have the same layers execute in the same order, so the rank with
-the earliest one has the origin; the others received it from sums over ranks. Stages of a pipeline pass values on: first
-is the first stage with such a value in forward, else the last one in backward.
+The origin is the first non-finite value in the order of execution; ranks with the same layers execute in the same
+order, and stages of a pipeline one after the other. This costs nothing before a failure.
 """
 
 import math
@@ -39,20 +36,16 @@ class NonFiniteError(RuntimeError):
 
 
 class Origin(NamedTuple):
-    """The first value that is not finite."""
-
     text: str | None  # Which it is; None if all are finite
     order: int  # Values looked at before it; in a pipeline those of its stage, after all of earlier ones
 
 
 def non_finite_parameter(model: nn.Module) -> str | None:
-    """Name of the first parameter that holds a NaN or an infinity; None if all are finite."""
-    # Weights that are resident in FP8 never change, and are not read.
+    """Name of the first parameter that holds a NaN or an infinity; those resident in FP8 never change."""
     return next((name for name, param in changing_parameters(model) if not _finite(param)), None)
 
 
 def changing_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Name and value of each parameter that is not resident in FP8."""
     return ((name, param) for name, param in model.named_parameters() if as_resident(param) is None)
 
 
@@ -63,16 +56,14 @@ def diverged(weights: Iterable[tuple[str, Tensor]]) -> str | None:
 
 def _rms(weight: Tensor) -> float:
     part = local_tensor(weight).detach()
-    if not part.is_floating_point() or not part.numel():
+    if not part.is_floating_point():
         return 0.0
     norm: float = torch.linalg.vector_norm(part.reshape(-1), dtype=torch.float64).item()
-    return norm / math.sqrt(part.numel())
+    return norm / math.sqrt(max(part.numel(), 1))
 
 
 def find_origin(model: nn.Module, forward_backward: Callable[[], Any], pipeline: Pipeline | None = None) -> Origin:
-    """Run `forward_backward` and name the first value that is not finite."""
-    # It is the "output of", "gradient of the input of" or "gradient of the output of" a module, or the "gradient of" a
-    # parameter. Leaves gradients behind. `pipeline`: the stages of this rank, if there are some.
+    """Run `forward_backward` and name the first value that is not finite. Leaves gradients behind."""
     watch = _Watch(1 if pipeline is None else pipeline.count)
     for stage, part in ({} if pipeline is None else pipeline.parts).items():
         watch.enter(part, stage)
@@ -98,25 +89,24 @@ class _Watch:
         self._stage_of: dict[Tensor, int] = {}
 
     def enter(self, part: nn.Module, stage: int) -> None:
-        def before(*_: Any) -> None:
+        def before(*_: object) -> None:
             self._stage = stage
 
         self._stage_of |= dict.fromkeys(part.parameters(), stage)
         self.handles.append(part.register_forward_pre_hook(before))
 
     def module(self, fqn: str, module: nn.Module) -> None:
-        def view(value: Any) -> Any:
+        def view(value: object) -> object:
             # A view for this module alone, so that the gradient it gives back is told from what its neighbours give.
-            if not (isinstance(value, Tensor) and value.requires_grad):
-                return value
-            own = value.view_as(value)
-            self._watch_gradient(own, f"gradient of the input of {fqn}")
-            return own
+            if isinstance(value, Tensor) and value.requires_grad:
+                value = value.view_as(value)
+                self._watch_gradient(value, f"gradient of the input of {fqn}")
+            return value
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def before(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, Any]:
             return tuple(view(value) for value in args), {name: view(value) for name, value in kwargs.items()}
 
-        def after(_: nn.Module, __: Any, outputs: Any) -> None:
+        def after(_: nn.Module, __: object, outputs: object) -> None:
             for tensor in _tensors(outputs):
                 self._check(tensor, f"output of {fqn}", self._stage)
                 self._watch_gradient(tensor, f"gradient of the output of {fqn}")
@@ -151,7 +141,7 @@ def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(local_tensor(tensor).detach()).all())
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value: object) -> list[Tensor]:
     """The tensors in a module's output: itself, or inside tuples, lists and mappings (as transformers' outputs)."""
     if isinstance(value, Tensor):
         return [value]
@@ -162,7 +152,6 @@ def _tensors(value: Any) -> list[Tensor]:
 def advice(
     saved: Sequence[Path], bad: Sequence[Path], precision: PrecisionConfig, *, converted: bool, scales_loss: bool
 ) -> str:  # fmt: skip
-    """What to do after a NonFiniteError."""
     names = ", ".join(str(path) for path in bad)
     if saved:
         text = f"Remove {names}, whose weights have diverged, and resume" if bad else "Resume"
@@ -172,12 +161,9 @@ def advice(
     else:
         text = "No checkpoint was saved: run anew"
     text += " with a lower optim.lr or optim.clip, or a lower optim.weight_decay"
-    if converted:
-        text += ", or with that layer in bf16 (precision.skip)"
+    text += ", or with that layer in bf16 (precision.skip)" if converted else ""
     if precision.parameters == "fp16" and not scales_loss:
         text += ', or run anew with precision.loss_scale = "dynamic"'
     if not isinstance(precision.loss_scale, str):
         text += ', or run anew with a lower precision.loss_scale, or with "dynamic"'
-    if len(saved) > 1:
-        text += f". Where that fails again, remove {saved[-1]} to resume {saved[-2]}"
-    return text
+    return text + (f". Where that fails again, remove {saved[-1]} to resume {saved[-2]}" if len(saved) > 1 else "")

@@ -1,7 +1,7 @@
 """Durable writes and the lock of an output folder.
 
-A folder is published by renaming it. A rename may reach the disk before the content, so the content is synced first. A
-run holds a lock in its output folder; the system releases it with the process, so no lock is stale.
+A rename may reach the disk before the content, so the content is synced first. The system releases a lock with its
+process, so no lock is stale.
 """
 
 import errno

@@ -1,14 +1,7 @@
-"""Evaluation: what a run measures on held-out data, and nothing else changes. `sampling.py` leaves no trace either.
+"""Evaluation on held-out data, as trained and, where layers compute in FP8, in high precision: what FP8 costs.
 
-    trainer.evaluate()        {"loss": 3.21, "loss_high_precision": 3.20}
-
-The loss on `Task.held_out` is the mean over its targets, as trained and, where layers compute in FP8, with all of them
-in high precision (`octavo.disabled`): the difference is what FP8 costs at this moment, in the same weights. The rows
-are the same ones each time, for any number of ranks and micro-batches, and all ranks return the same numbers.
-
-Evaluation leaves no trace. The model is in evaluation mode without gradients, so that amax histories and channel scales
-of FP8 layers stay; statistics and the autopilot only look at steps; each step seeds its own random numbers; and FSDP's
-parameters are sharded again, or the next change of the shards would not reach a forward.
+It leaves no trace: evaluation mode without gradients keeps amax histories and channel scales, statistics look at steps
+only, each step seeds its own random numbers, and FSDP's parameters are sharded again.
 """
 
 import math
@@ -19,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.nn.causal import IGNORE, evaluating
@@ -44,12 +37,10 @@ class Patience:
         return 0 < self.patience <= self.since
 
     def note(self, loss: float | None) -> None:
-        """Count a measurement; None: it was not finite."""
-        lower = loss is not None and loss < self.best
-        self.best, self.since = (loss, 0) if loss is not None and lower else (self.best, self.since + 1)
+        is_best = loss is not None and loss < self.best
+        self.best, self.since = (loss, 0) if loss is not None and is_best else (self.best, self.since + 1)
 
     def restart(self, losses: Iterable[float | None]) -> None:
-        """Count from the beginning, with these measurements."""
         self.best, self.since = math.inf, 0
         for loss in losses:
             self.note(loss)
@@ -60,13 +51,14 @@ class Patience:
 
 
 def evaluate(
-    task: Task, model: Any, layout: RankLayout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor], *, fp8: bool,
+    task: Task, model: nn.Module, layout: RankLayout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor],
+    *, fp8: bool,
     between: Callable[..., None] = lambda *_: None,
 ) -> dict[str, float | None]:  # fmt: skip
     """The metrics on held-out data by name, on every rank; {} if there is none. None for one that is not finite."""
     metrics: dict[str, float | None] = {}
 
-    def forward(*arguments: Any, **named: Any) -> Any:
+    def forward(*arguments: object, **named: object) -> Any:
         between()
         return layout.forward(*arguments, **named)
 
@@ -83,7 +75,7 @@ def evaluate(
 
 
 @contextmanager
-def without_trace(model: Any, pipeline: Pipeline | None = None) -> Iterator[None]:
+def without_trace(model: nn.Module, pipeline: Pipeline | None = None) -> Iterator[None]:
     """Run forwards of a model, or of its stages, in this context that leave no trace in its training."""
     try:
         with evaluating(model), torch.no_grad():

@@ -13,9 +13,7 @@ from octavo.train.config.run_config import ConfigError
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters of the modules that a pattern matches, and all in them."""
-    # A pattern is that of `fnmatch`, for the whole name of a module or for its end: "vision_tower" and "*.mlp" match
-    # "model.vision_tower" and "model.layers.0.mlp".
+    """Freeze the modules whose whole names, or the ends of them, match a pattern of `fnmatch`."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     for pattern in patterns:
         matches = [module for name, module in modules.items() if _matches(name, pattern)]
@@ -34,7 +32,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _check_tied(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Raise ConfigError if a parameter is frozen under one of its names, and no pattern matches another one."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -42,10 +39,9 @@ def _check_tied(model: nn.Module, patterns: Sequence[str]) -> None:
         frozen = [name for name in shared if _is_frozen_by(name, patterns)]
         if frozen and len(frozen) < len(shared):
             other = next(name for name in shared if name not in frozen)
-            raise ConfigError(
-                f"model.frozen = {list(patterns)} freezes {frozen[0]}, which is also {other} (tied): it would not be "
-                f'trained either; freeze both ("{other.rpartition(".")[0]}"), or set tie_word_embeddings = false'
-            )
+            problem = f"model.frozen = {list(patterns)} freezes {frozen[0]}, which is also {other} (tied)"
+            remedy = f'freeze both ("{other.rpartition(".")[0]}"), or set tie_word_embeddings = false'
+            raise ConfigError(f"{problem}: it would not be trained either; {remedy}")
 
 
 def frozen_note(model: nn.Module, patterns: Sequence[str], *, adapters: bool = False) -> str:
@@ -68,17 +64,14 @@ def frozen_note(model: nn.Module, patterns: Sequence[str], *, adapters: bool = F
 
 
 def _is_frozen_by(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern matches a module that has the parameter of this name."""
     parts = name.split(".")
     modules = [".".join(parts[:index]) for index in range(1, len(parts))]
     return any(_matches(module, pattern) for module in modules for pattern in patterns)
 
 
 def freeze_unused(model: nn.Module, loss: Callable[[Any], Tensor]) -> list[str]:
-    """Freeze the parameters that the loss does not depend on, as the last layers of a vision tower."""
-    # Returns their names.
-    # Such parameters would stay as they are, and break what waits for their gradients (DDP). They are found in the
-    # graph of `loss` of a copy of the model without storage.
+    """Freeze the parameters that the loss does not depend on, as a tower's last layers; return their names."""
+    # DDP would wait for their gradients. They are found in the graph of `loss` of a copy of the model without storage.
     with fake_tensors() as mode, torch.enable_grad():
         copy = fake_copy(model, mode, torch.device("cpu"))
         used = _leaves(loss(copy).grad_fn)

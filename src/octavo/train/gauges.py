@@ -1,18 +1,14 @@
-"""What a step says about the machine and the data: MFU, peak memory, position in the data, time.
+"""What a step says about the machine and the data: MFU, peak memory, position in the data, time; `run.profile`.
 
-The model's operations come from the planner (`octavo.train.run_plan`), which also predicts memory and speed, so that a
-run shows both figures side by side. The prediction takes seconds on a CPU, so a run makes it after its first step, for
-GPUs that the planner knows. It cannot run in a thread beside that step: while Transformers makes the planned model, the
-default dtype of the whole process is that model's.
-
-`run.profile`: PyTorch's profiler over some steps of a run, as a trace for Perfetto and a table of operations.
+The planner predicts a step in seconds on a CPU, after the first one. It cannot run in a thread beside that: while
+Transformers makes the planned model, the default dtype of the whole process is that model's.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -36,7 +32,6 @@ class Gauges:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def read(self, row: StepMetrics) -> StepMetrics:
-        """The metrics of a step that has ended, with the figures of this module."""
         trainer, expected = self._trainer, self.setup.expected
         batches = row.step + trainer.skipped_batches
         epoch = batches * trainer.config.optim.batch / self._data.rows if self._data is not None else None
@@ -70,18 +65,15 @@ ROWS = 40  # Operations in the table, the longest first
 
 
 class StepProfile:
-    """Profiles the steps from the first to the last of `steps`, counted from 1; none for None."""
-
-    # A run that ends in between writes what it has.
+    """Profiles the steps from the first to the last of `steps`, counted from 1, or what a run takes of them."""
 
     def __init__(self, steps: Sequence[int] | None, out: Path, note: Callable[[str], None]) -> None:
         self._first, self._last = steps or (0, 0)
         self._out, self._note = out, note
-        self._profiler: Any = None
+        self._profiler: profile | None = None
         self._taken = 0
 
     def run(self, step: int, take: Callable[[], T]) -> T:
-        """Take a step, profiled if it is one of these."""
         if step == self._first or (self._first < step <= self._last and not self._taken):  # or resumed in between
             gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu])

@@ -1,12 +1,7 @@
 """Spike guard: rolls a run back to the checkpoint before its loss spiked, and skips the batches (`[guard] spike`).
 
-docs/autopilot.md defines a spike, a rise of the loss that chance does not explain, that lasts, and that does damage,
-and has measured rates. If n + k losses are exchangeable, the last k are the k largest with probability 1 / C(n + k, k),
-for any distribution: heavy tails and hard domains raise by chance at most one alarm in 100,000 steps.
-
-A batch is a function of (seed, step, skipped batches). Every checkpoint holds that number and the state of the guard,
-and `events.jsonl` holds those of a rollback until the next checkpoint, so a killed and resumed run equals an
-uninterrupted one.
+docs/autopilot.md defines a spike. Every checkpoint holds the number of skipped batches and the state of the guard, and
+`events.jsonl` those of a rollback until the next checkpoint, so a killed and resumed run equals an uninterrupted one.
 """
 
 import math
@@ -24,14 +19,11 @@ MIN_STEPS = 16  # Fewest steps in the window before a spike can be detected
 MAD_TO_STD = 1.4826  # Standard deviation of a normal distribution, in median absolute deviations
 MIN_DEVIATION = 0.01  # Smallest deviation, as a fraction of the median
 STEPS_PER_ALARM = 100_000  # Expected number of steps per false alarm, at least
-LOSS_DAMAGE, LOSS_AND_NORM_DAMAGE = 2.0, 1.25
-"""Factors of the median loss: damage by itself, and damage together with an unusual gradient norm."""
+LOSS_DAMAGE, LOSS_AND_NORM_DAMAGE = 2.0, 1.25  # Factors of the median loss: alone, and with an unusual gradient norm
 NORM_FACTOR = 3.0  # Factor above or below the median gradient norm that is unusual
 
 
 class SpikeError(RuntimeError):
-    """A loss spike; the run has to roll back."""
-
     def __init__(self, message: str, *, step: int, first: int) -> None:
         super().__init__(message)
         self.step = step  # The step that detected it, 1, 2, …
@@ -87,15 +79,11 @@ class SpikeGuard:
         return before[-1]
 
     def record_rollback(self, spike: int, to: int, rollbacks: int) -> None:
-        """Record rollback number `rollbacks` of the run: from a spike in step `spike` to step `to`."""
         self.rollbacks, self._last = rollbacks, [spike, to]
 
     def state_dict(self) -> dict[str, Any]:
-        """Losses and gradient norms of the window, and the rollbacks, for JSON."""
-        return {
-            "rollbacks": self.rollbacks, "last": self._last, "usual": list(self._usual), "rise": self._rise,
-            "first": self._first,
-        }  # fmt: skip
+        own = {"usual": list(self._usual), "rise": self._rise, "first": self._first}
+        return {"rollbacks": self.rollbacks, "last": self._last, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rollbacks, self._last = state.get("rollbacks", 0), list(state.get("last", []))
@@ -119,11 +107,10 @@ class SpikeGuard:
         unusual = not usual_norm / NORM_FACTOR < norm < usual_norm * NORM_FACTOR
         if loss < LOSS_DAMAGE * usual_loss and not (unusual and loss >= LOSS_AND_NORM_DAMAGE * usual_loss):
             return ""
-        return (
-            f"steps {self._first} to {self._first + len(self._rise) - 1}: the loss is {loss:.4g} and the gradient norm "
-            f"{norm:.3g}; the medians of {len(newer)} steps before were {usual_loss:.4g} and {usual_norm:.3g} "
-            f"(guard.spike = {self._config.spike:g})"
-        )
+        steps = f"steps {self._first} to {self._first + len(self._rise) - 1}"
+        usual = f"the medians of {len(newer)} steps before were {usual_loss:.4g} and {usual_norm:.3g}"
+        rise = f"the loss is {loss:.4g} and the gradient norm {norm:.3g}"
+        return f"{steps}: {rise}; {usual} (guard.spike = {self._config.spike:g})"
 
     def _accept_rise(self) -> None:
         """Add a rise to the usual steps: it did not last, or is a new level."""

@@ -1,4 +1,4 @@
-"""How the ranks of a run share its model, batch and tokens: what `[parallel]` asks for, done.
+"""Apply `[parallel]`: split model, batch and tokens over the ranks of a run.
 
     setting                  ranks, innermost last              a rank has
     dp_replicate, dp_shard   [dp_replicate, dp_shard]           rows of the batch; a shard, or a copy, of all parameters
@@ -8,12 +8,8 @@
     ep                       [efsdp, ep]                        rows of the batch; E/ep experts of each layer; a shard
     pp                       [pp, dp_replicate, dp_shard, tp]   the rows of its dp rank; some blocks of the model
 
-S tokens of a sequence, E experts. Losses of ranks that have different tokens are averaged; with sequence_parallel, each
-rank's is 1/tp of it, because products of gathered tokens sum over the ranks.
-
-Targets of padding and of other text to ignore do not count, so rows and ranks differ in their number. The gradient of a
-step is that of the mean over all of its targets. A micro-batch of n counted targets therefore weighs n over the mean
-count of a rank, because FSDP and DDP average gradients over ranks. Fake targets, of a plan, all count.
+The gradient of a step is that of the mean over all targets that count. FSDP and DDP average gradients over ranks, so a
+micro-batch of n such targets weighs n over the mean count of a rank. Fake targets, of a plan, all count.
 """
 
 import math
@@ -42,12 +38,10 @@ Inputs = Any  # The inputs of a batch: a tensor, or a mapping of names to tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; the host does not wait until a GPU has finished what it was given before."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def on_tensors(function: Callable[[Tensor], Any], inputs: Inputs) -> Any:
-    """Apply a function to the inputs, or to each of them."""
     if isinstance(inputs, Mapping):
         return {name: function(tensor) for name, tensor in inputs.items()}
     return function(inputs)
@@ -63,8 +57,6 @@ def split_micro_batches(inputs: Inputs, parts: int) -> Sequence[Inputs]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """What this rank has of a run."""
-
     forward: Callable[..., Any]  # The module to call: the model, or what wraps it
     rows: tuple[int, int] = (0, 1)  # This rank's part of the rows of a batch: (index, number of parts)
     inputs: tuple[int, int] = (0, 1)  # Its part of their tokens
@@ -93,7 +85,7 @@ class RankLayout:
         return on_tensors(lambda rows: _part(rows, self.inputs, 1), inputs)
 
     def positions(self, inputs: Inputs) -> dict[str, Tensor]:
-        """The argument of the model that says where these tokens are in their sequence, if they are a part of it."""
+        """`position_ids` of this rank's tokens, if they are a part of their sequence."""
         index, parts = self.inputs
         if parts == 1:
             return {}
@@ -128,11 +120,11 @@ def check_layout(parallel: ParallelConfig, optim: Optim, data: Data, world: int)
     if batch % (parts * ranks):
         suggestion = -(-batch // (parts * ranks)) * parts * ranks
         fewer = 0 if batch % ranks else max(n for n in range(1, parts + 1) if batch // ranks % n == 0)
-        raise ConfigError(
-            f"optim.batch = {batch} sequences in {parts} micro-batches cannot be shared by {ranks} processes evenly: "
-            f"set optim.batch to a multiple of {parts * ranks}, as {suggestion}"
-            + (f", or optim.micro_batches = {fewer}" if fewer else "")
+        problem = (
+            f"optim.batch = {batch} sequences in {parts} micro-batches cannot be shared by {ranks} processes evenly"
         )
+        hint = f", or optim.micro_batches = {fewer}" if fewer else ""
+        raise ConfigError(f"{problem}: set optim.batch to a multiple of {parts * ranks}, as {suggestion}{hint}")
     needed = parallel.pp * (SCHEDULES[parallel.schedule] if parallel.schedule == "DualPipeV" else 1)
     if parallel.pp > 1 and parts < needed:
         what = f"optim.micro_batches = {parts} do not fill a pipeline of parallel.pp = {parallel.pp}"
@@ -148,7 +140,6 @@ def check_layout(parallel: ParallelConfig, optim: Optim, data: Data, world: int)
 def distribute(
     model: nn.Module, settings: ParallelConfig, device: torch.device, *, fp8: bool, micro_batches: int
 ) -> RankLayout:
-    """Distribute a model over the ranks of the process group, or over this one alone, in place."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     data = replace(settings.resolved, dp_shard=-1)
     sends_fp8 = fp8 and settings.fp8_comm != "off"
@@ -248,7 +239,6 @@ def _share_layers(model: nn.Module, settings: ParallelConfig, mesh: DeviceMesh, 
 
 
 def check_experts_compute_in_fp8(fp8: bool) -> None:
-    """Raise ValueError unless a model of expert parallelism computes in FP8."""
     if not fp8:
         problem = 'ep distributes experts that compute in FP8, and precision.level = "bf16" has none'
         raise ValueError(f"{problem}: leave ep out, and dp_shard shards the experts")

@@ -3,10 +3,7 @@
     for each step:  batch(seed, step) → micro-batches: forward, loss / tokens of the step, backward, add up in fp32
                     → norm → finite? → clip → AdamW on the masters → metrics
 
-A resumed run equals an uninterrupted one bit for bit: a checkpoint holds parameters, moments and loss scale, and all
-else is a function of (seed, step). A run that stops on a non-finite value saves the state before that step.
-
-Under torchrun every process runs this loop; rank 0 reads and writes the output folder (`ranks`).
+A resumed run equals an uninterrupted one bit for bit. A run that stops on a non-finite value saves the state before.
 """
 
 import json
@@ -51,11 +48,9 @@ from octavo.train.tasks.task import Task
 from octavo.train.trainer import Trainer
 
 MAX_FINDINGS_SHOWN = 4  # Largest number of findings printed for one step
-REQUIRED_PACKAGES = ("safetensors", "tokenizers", "transformers", "tensorboard", "jinja2", "plotly")
-"""Packages that every run imports, some of them only at its end."""
+REQUIRED_PACKAGES = ("safetensors", "tokenizers", "transformers", "tensorboard", "jinja2", "plotly")  # Of every run
 SLOW_STEP_SECONDS = 2.0  # Steps that take longer may end between two micro-batches
-PREPARATION_TIMEOUT = timedelta(days=7)
-"""How long ranks wait for the one that prepares the data. The death of a rank ends the wait at once."""
+PREPARATION_TIMEOUT = timedelta(days=7)  # Wait for the rank that prepares the data; its death ends it at once
 
 
 def run(
@@ -129,14 +124,12 @@ def run(
 
 
 def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
-    """Raise ConfigError early for a missing package and for `async_save` on one process."""
     if missing := [name for name in REQUIRED_PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"{missing[0]} is not installed: {INSTALL}")
     if ranks.is_main and (problem := missing_logger(config.run.loggers)):
         raise ConfigError(problem)
     if config.parallel.async_save and ranks.world_size == 1:
-        several = "several processes, which write shards"
-        raise ConfigError(f"parallel.async_save is for {several}, and this is one: leave it out")
+        raise ConfigError("parallel.async_save is for several processes, and this is one: leave it out")
 
 
 def _open_run_folder(
@@ -152,8 +145,7 @@ def _open_run_folder(
 
 
 def _load_data(config: TrainConfig, ranks: Ranks, progress: Progress) -> tuple[TrainConfig, TaskData]:
-    """Load the data: one process of each machine prepares it, then all read it."""
-    # Returns the configuration with it, whose steps may follow from the data.
+    """Load the data: one process of each machine prepares it, then all read it. The steps may follow from it."""
     group = ranks.host_group(PREPARATION_TIMEOUT)  # `parallel.timeout` is for steps
     load = partial(task_of(config).load, config, progress)
     built = ranks.raise_together(lambda: load() if ranks.local == 0 else None, group=group)
@@ -175,13 +167,11 @@ def _load_data(config: TrainConfig, ranks: Ranks, progress: Progress) -> tuple[T
 
 
 def _with_steps(config: TrainConfig, task: Task, progress: Progress) -> TrainConfig:
-    """The configuration with the steps of `run.epochs`. Raises ConfigError if the size of the data is not known."""
     epochs, size = config.run.epochs, None if config.data.streaming else task.data_size()
     assert epochs is not None
     if size is None:
-        raise ConfigError(
-            f"run.epochs = {epochs:g} needs the size of the data, which is not known before the run: set run.steps"
-        )
+        problem = f"run.epochs = {epochs:g} needs the size of the data, which is not known before the run"
+        raise ConfigError(f"{problem}: set run.steps")
     steps = max(1, math.ceil(epochs * size.rows / config.optim.batch))
     progress.stage(f"{epochs:g} epochs of {size.rows:,} rows: {steps:,} steps of {config.optim.batch}")
     tables = config.model_dump(exclude_none=True)
@@ -189,7 +179,6 @@ def _with_steps(config: TrainConfig, task: Task, progress: Progress) -> TrainCon
 
 
 def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, progress: Progress) -> None:
-    """Load the checkpoint to resume from, if any, and write the description of the run."""
     config, checkpoint, ranks = trainer.config, run_folder.checkpoint, trainer.ranks
     if checkpoint is not None:
         state = ranks.run_on_rank0(lambda: _read_state(trainer, checkpoint, config.data))
@@ -221,15 +210,12 @@ def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> No
 
 
 def _read_state(trainer: Trainer, checkpoint: Path, data: Data) -> dict[str, Any]:
-    """Read the state of a checkpoint. Raises ConfigError if its run used other data."""
     state = read_trainer_state(checkpoint)
     if state["data"] != trainer.task.data.fingerprint:
         sources = ", ".join(part.source for part in data.parts)
         reason = difference(read_data_state(checkpoint), trainer.task.data_state(), trainer.task.file_unit)
-        raise ConfigError(
-            f"{checkpoint} is of a run on other data than {sources} has now: "
-            + (reason or "the content has changed, or what [eval] holds out of it")
-        )
+        reason = reason or "the content has changed, or what [eval] holds out of it"
+        raise ConfigError(f"{checkpoint} is of a run on other data than {sources} has now: {reason}")
     return state
 
 
@@ -280,12 +266,9 @@ def _train(
                     trainer.save(out, prune=False)  # this state may already be bad: keep the older ones
                     trainer.saver.finish()
                 saved, bad = ranks.run_on_rank0(lambda: _usable(checkpoints(out)))
-                remedy = advice(
-                    saved, bad, config.precision, converted=trainer.in_fp8,
-                    scales_loss=trainer.loss_scale.active,
-                )  # fmt: skip
-                message = f"{error}. {remedy}"
-                failure = NonFiniteError(message, step=error.step, origin=error.origin)
+                scales = trainer.loss_scale.active
+                remedy = advice(saved, bad, config.precision, converted=trainer.in_fp8, scales_loss=scales)
+                failure = NonFiniteError(f"{error}. {remedy}", step=error.step, origin=error.origin)
             profiled.finish()
             if spike is None:
                 states = state_bytes_per_parameter(trainer.optimizer, trainer.model) if trainer.step else None
@@ -313,7 +296,6 @@ def _usable(saved: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def _expected(trainer: Trainer, progress: Progress) -> ExpectedStep | None:
-    """Predict a step on GPUs; None with a note where the planner cannot."""
     ranks = trainer.ranks
     if ranks.device.type != "cuda":
         return None
@@ -449,7 +431,6 @@ def _record_event(
 
 
 def _metrics(trainer: Trainer, out: Path, progress: Progress) -> MetricsBuffer:
-    """The store of the steps: files on rank 0, memory elsewhere."""
     if not trainer.ranks.is_main:
         return MetricsBuffer()
     config = trainer.config

@@ -1,16 +1,12 @@
 """LoRA: low-rank adapters of PEFT on a frozen model, as `[lora]` asks for.
 
-    y = W x + (alpha / rank) · B (A x)        W [N,K] frozen, in bf16 or in FP8 only; A [rank,K] and B [N,rank] trained
-
-PEFT puts the adapters into the model itself (`inject_adapter_in_model`), so that its class, its loss and its blocks
-stay what the trainer knows. Optimizer, checkpoints and exports have the adapters alone, under the names that
-`PeftModel.from_pretrained` reads. The base is made anew on resume: from `model.path`, or from the seed.
+PEFT puts them into the model itself, so that its class, loss and blocks stay. Optimizer, checkpoints and exports have
+the adapters alone, under PEFT's names. The base is made anew on resume: from `model.path`, or from the seed.
 """
 
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +27,10 @@ PREFIX = "base_model.model."  # What PEFT's files have before the name of a modu
 def add_adapters(model: nn.Module, lora: LoraConfig, seed: int, base: str | None) -> None:
     """Freeze a model and add adapters to it, in place; their initial weights depend on the seed alone."""
     peft = optional_package("peft", "[lora] is of PEFT", "pip install peft")
-    alpha: Any = lora.alpha  # PEFT takes a float, and annotates an int
-    targets: Any = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
+    targets = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
     writes_text = hasattr(model, "prepare_inputs_for_generation")  # what PeftModel.from_pretrained asks of the type
     settings = peft.LoraConfig(
-        r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=targets,
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets,
         use_rslora=lora.rank_stabilized, task_type="CAUSAL_LM" if writes_text else None, base_model_name_or_path=base,
     )  # fmt: skip
     torch.manual_seed(seed)
@@ -47,7 +42,6 @@ def add_adapters(model: nn.Module, lora: LoraConfig, seed: int, base: str | None
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether `add_adapters` was applied to a model."""
     return hasattr(model, "peft_config")
 
 
@@ -61,7 +55,6 @@ def checkpointed(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the adapters, of `checkpointed`, as PEFT does."""
     with needs_extras("octavo train"):
         from safetensors.torch import save_file
     tensors = {_stored_name(name): value.detach().cpu().contiguous() for name, value in state.items()}
@@ -98,8 +91,7 @@ def _stored_name(name: str) -> str:
 
 
 def base_digest(model: nn.Module, ranks: Ranks) -> str:
-    """Hash of the frozen parameters on all ranks, from the sum of the bytes of each; "" without adapters."""
-    # Sums of integers are exact on any device, in any order, and need no copy of the weights.
+    """Hash of the frozen parameters on all ranks, from exact sums of the bytes of each; "" without adapters."""
     if not has_adapters(model):
         return ""
     for module in model.modules():

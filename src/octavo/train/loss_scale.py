@@ -1,12 +1,7 @@
 """Loss scaling: lifts small fp16 gradients out of the underflow, and backs off when large ones overflow.
 
-The loss is multiplied by `value` before backward and the gradients divided by it in fp32. Powers of two change no
-mantissa, so a scale that neither overflows nor underflows leaves the gradients bitwise as they were. docs/autopilot.md
-has the rules.
-
-A temporary fault (a bad link, a range of bad data) lowers the scale as an overflow does. Growth by one doubling per
-2000 steps is too slow to undo that: most gradients underflow meanwhile. So a scale that has fallen far is restored on
-trial. If the next step overflows, the next trial follows after twice as many good steps (up to 16), at half the scale.
+Powers of two change no mantissa. docs/autopilot.md has the rules, also of a scale that a temporary fault has lowered
+far: it is restored on trial, after twice as many good steps (up to 16), at half the scale, each time that fails.
 """
 
 GROWTH_INTERVAL = 2000
@@ -18,8 +13,6 @@ QUIET_STEPS = 16  # Good steps in a row after which an overflow starts a new fal
 
 
 class LossScale:
-    """Scale of the loss: "none", "dynamic", or a fixed number."""
-
     def __init__(self, mode: str | float) -> None:
         self.active = mode != "none"  # Whether the run uses loss scaling
         self._dynamic = mode == "dynamic"
@@ -65,9 +58,7 @@ class LossScale:
             self._good_steps = 0
 
     def skip_zero_gradient(self) -> bool:
-        """Skip a step whose gradient is exactly zero and restore the scale, if underflow may be the cause."""
-        # Returns False and counts nothing if not: for a fixed scale, for one that is not below its initial value or its
-        # value before the fall, and after too many skipped steps.
+        """Skip a step whose gradient is exactly zero and restore the scale; False if underflow cannot be the cause."""
         before = max(self._before, INITIAL_SCALE)
         if not self._dynamic or self.value >= before or self.exhausted:
             return False
@@ -87,7 +78,6 @@ class LossScale:
         self.value, self._good_steps = self._before, 0
 
     def state_dict(self) -> dict[str, float]:
-        """The scale, good and skipped steps in a row, the scale before its fall, and the state of the trial."""
         return {
             "value": self.value, "good_steps": self._good_steps, "overflows": self._skips, "before": self._before,
             "trial_from": self._trial_from, "wait": self._wait,

@@ -1,14 +1,8 @@
 """The model: any of `transformers` for the task of the run, from a config or a local checkpoint.
 
-`transformers` accepts unknown config fields silently; this module raises an error with the nearest known field. Initial
-weights are drawn on the CPU in the parameters' own dtype, so a seed gives the same weights on any device: once, and on
-all cores.
-
-`nn.Linear` and the like draw their weights when they are made, and Transformers draws them again: 11 s of one thread
-for 10⁹ parameters. Here a draw into a whole tensor is recorded, and replaced by the next one into the same tensor. What
-remains is drawn at the end, in chunks. Each chunk has a generator of its own, seeded with a number made of the run's
-seed, plus the chunk's number in the order of all recorded draws. So the weights are a function of seed and model,
-whatever the number of threads.
+Initial weights are a function of seed and model, for any device and number of threads. `nn.Linear` draws its weights,
+and Transformers draws them again: 11 s of one thread for 10⁹ parameters. Here a draw into a whole tensor is recorded,
+replaced by the next one, and at the end drawn in chunks on all cores, each with a generator of its own.
 """
 
 import inspect
@@ -46,7 +40,6 @@ PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch
 
 def check_model(model: Model, kind: ModelKind = LANGUAGE) -> None:
     """Raise ConfigError for a folder without a model and for a type or field `transformers` does not know."""
-    # It is quick, so it can run before the data is prepared.
     if model.path is not None:
         folder = hub_folder(model.path)
         if not (folder / "config.json").exists():
@@ -66,8 +59,7 @@ def check_model(model: Model, kind: ModelKind = LANGUAGE) -> None:
 
 
 def build_model(config: TrainConfig, tokenizer: TextTokenizer, *, weights: bool = True) -> Any:
-    """Build the language model of a run on the CPU, in training mode, with parameters of the configured dtype."""
-    # Raises ConfigError as `build_of_kind`, and for a vocabulary or context too small for the data.
+    """Build the language model of a run as `build_of_kind`; vocabulary and context must be enough for the data."""
     end = tokenizer.end_id
     fields = {"vocab_size": tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     model = build_of_kind(config, LANGUAGE, fields, weights=weights)
@@ -78,9 +70,7 @@ def build_model(config: TrainConfig, tokenizer: TextTokenizer, *, weights: bool 
 def build_of_kind(config: TrainConfig, kind: ModelKind, fields: Mapping[str, Any], *, weights: bool = True) -> Any:
     """Build a model of `kind` on the CPU, in training mode, with parameters of the configured dtype."""
     # `fields`: values for the model's config where it has such fields and `model.config` does not set them. `weights`:
-    # whether to load those at `model.path`, or to draw them; for a plan their shapes are enough. `model.frozen` is
-    # applied.
-    # Raises ConfigError as `check_model` and `freeze` do, and for a config or weights that `transformers` rejects.
+    # whether to load those at `model.path`, or to draw them; for a plan their shapes are enough.
     check_model(config.model, kind)
     dtype = PARAMETER_DTYPES[config.precision.parameters]
     folder = hub_folder(config.model.path) if config.model.path is not None else None
@@ -147,8 +137,8 @@ def auto_attention(model: Any, config: TrainConfig, device: str) -> None:
         MASKED[model] = str(error).removeprefix('model.attention = "varlen": ').removesuffix('. Nearest: "sdpa"')
 
 
+# Why models whose attention is "auto" read masks of packed documents, for a note
 MASKED: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
-"""Why models whose attention is "auto" read masks of packed documents, for a note."""
 
 
 def build_on_ranks(
@@ -171,7 +161,6 @@ def build_on_ranks(
 
 def prepare_loss(model: nn.Module, loss: str) -> str:
     """Make a model compute its own loss "chunked" or from "whole" logits; returns a note where it cannot be chunked."""
-    # Raises ConfigError for a model whose own loss does not predict the next token.
     note = ""
     if loss == "chunked":
         try:
@@ -189,8 +178,7 @@ def prepare_loss(model: nn.Module, loss: str) -> str:
 
 
 def fp32_master_values(source: Model, precision: PrecisionConfig, kind: ModelKind) -> dict[str, torch.Tensor]:
-    """fp32 values of the 16-bit parameters of a run that starts from a checkpoint, by name; {} where there are none."""
-    # The checkpoint may hold more bits than the parameters of the run: masters made of the parameters would lose them.
+    """fp32 values by name of the 16-bit parameters of a run from a checkpoint, which may hold more bits."""
     if source.path is None or precision.parameters == "fp32" or precision.resolved.master == "none":
         return {}
     model = _from_folder(hub_folder(source.path), torch.float32, kind)
@@ -204,8 +192,7 @@ def _from_folder(folder: Path, dtype: torch.dtype, kind: ModelKind) -> Any:
 
 
 def model_config(source: Model, defaults: Mapping[str, Any]) -> Any:
-    """The config of a model, a class of Transformers: of `model.path`, or of `model.config`."""
-    # `defaults`: of fields that the latter has and are not configured, also in tables within tables.
+    """The config of a model: of `model.path`, or of `model.config`, with `defaults` for fields that it has."""
     if source.path is not None:
         folder = hub_folder(source.path)
         with naming(f"model.path = {folder}", ConfigError):
@@ -221,7 +208,6 @@ def model_config(source: Model, defaults: Mapping[str, Any]) -> Any:
 
 
 def _check_fields(model_type: str, config: Mapping[str, Any], key: str = "model.config") -> None:
-    """Raise ConfigError for a field that the config of a type, or a config in it, does not have."""
     from transformers import CONFIG_MAPPING
 
     field_names = _config_fields(model_type)
@@ -264,7 +250,6 @@ def _defaults(config_class: Any) -> dict[str, Any]:
 
 
 def check_fit(model: Any, source: Model, sequence_length: int, tokenizer: TextTokenizer) -> None:
-    """Raise ConfigError for a vocabulary or context too small for the data, and outputs without names."""
     if not getattr(model.config, "return_dict", True):
         raise ConfigError("the model's config has return_dict = false, but its loss is read by name: leave it out")
     rows = model.get_input_embeddings().weight.shape[0]
@@ -277,10 +262,9 @@ def check_fit(model: Any, source: Model, sequence_length: int, tokenizer: TextTo
         raise ConfigError(f"{size}: {remedy}")
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(context, int) and -1 < context < sequence_length:
-        raise ConfigError(
-            f"data.sequence_length = {sequence_length} is longer than the model's context of {context}: "
-            f"shorten {'data.sequence_length' if from_path else 'it, or raise model.config.max_position_embeddings'}"
-        )
+        problem = f"data.sequence_length = {sequence_length} is longer than the model's context of {context}"
+        hint = "" if from_path else ", or raise model.config.max_position_embeddings"
+        raise ConfigError(f"{problem}: shorten data.sequence_length{hint}")
 
 
 T = TypeVar("T")
@@ -297,7 +281,7 @@ POINTWISE = {
 
 
 def draw_once(build: Callable[[], T], seed: int) -> T:
-    """Return the model that `build` makes, with initial weights that depend on the seed and on the model alone."""
+    """The model that `build` makes, with initial weights that depend on the seed and on the model alone."""
     torch.manual_seed(seed)  # for what is not drawn into a tensor, as `torch.randn`
     with _Draws(seed) as draws:
         model = build()
@@ -324,7 +308,7 @@ class _Draws(TorchDispatchMode):
         self._seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self._chunks = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
         if len(tensors) == 1 and _is_whole(first := tensors[0]):

@@ -1,37 +1,9 @@
 """The optimizer of a run, its learning rate, and the moving average of the weights.
 
-`octavo.optim.OPTIMIZERS` has the optimizers. `MasterWeightOptimizer` takes PyTorch's fused step on fp32 masters of
-16-bit parameters, in which gradients of micro-batches accumulate. With one micro-batch nothing accumulates: a kernel
-reads the bf16 gradients, clips them on the way, and writes moments, masters and parameters, 30 bytes a parameter in
-place of 52. fp32 parameters are their own masters. Without masters (`master = "none"`) the step updates the 16-bit
-parameters with 16-bit moments: updates below half a unit in the last place are lost.
-
-`Fp8StateOptimizer` takes Octavo's step: with FP8 moments, masters as 16-bit remainders, or optimizers that PyTorch has
-no fused step for. Gradients accumulate in the parameters' own dtype, because an fp32 copy would cost more memory than
-the moments save.
-
-Each parameter has settings of its own: weight decay, learning rate and optimizer, by rule or by the first table of
-`[[optim.groups]]` whose pattern matches. By rule, weights of products and embeddings decay (`decayed_parameters`).
-
-The learning rate is a function of the step: nothing to save, nothing to resume. With S steps, W of warmup, peak 1 and
-end e, at step t = 0 … S - 1:
-
-    warmup     (t + 1) / W                                            t < W
-    cosine     e + (1 - e) · (1 + cos(π (t - W) / (S - W))) / 2
-    linear     1 - (1 - e) · (t - W) / (S - W)
-    wsd        1 until the last D = decay · S steps, then linearly to e
-    constant   1
-
-A second warmup of R steps from step F on (`rewarm`, `rewarm_from`) multiplies these by min(1, (t - F + 1) / R) for
-t ≥ F: after a resume with other data, another batch or lost moments.
-
-An exponential moving average (EMA) of the weights: `optim.ema`.
-
-    average = β average + (1 − β) master,   β = min(ema, (1 + t) / (10 + t))
-
-In fp32, of the exact fp32 masters. In bf16 a step of 1 − β = 0.001 is below half a unit in the last place, so it would
-be lost; rounded stochastically the update survives, but adds noise, which the average exists to remove. fp32 costs 4
-bytes per trained parameter, sharded like the parameter. Training never reads the average.
+`MasterWeightOptimizer` takes PyTorch's fused step on fp32 masters of 16-bit parameters, in which gradients of
+micro-batches accumulate. With one micro-batch a kernel reads the bf16 gradients, clips them on the way, and writes
+moments, masters and parameters: 30 bytes a parameter in place of 52. `Fp8StateOptimizer` takes Octavo's step, for FP8
+moments, 16-bit remainders and `octavo.optim.OPTIMIZERS` without a fused step; gradients accumulate in their own dtype.
 """
 
 import math
@@ -59,8 +31,7 @@ from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import Optim, PrecisionConfig, decay_steps
 from octavo.train.ranks import SharedError
 
-STATE_SPACE_NAMES = ("A_log",)
-"""Logarithms of a state space model's decay rates (Mamba), which their authors exclude from weight decay."""
+STATE_SPACE_NAMES = ("A_log",)  # Logarithms of Mamba's decay rates, which its authors exclude from weight decay
 HEADS = ("lm_head", "classifier", "score")  # Modules of Transformers that map to the vocabulary or to classes
 
 
@@ -76,8 +47,7 @@ class ParameterSettings:
 
 
 def parameter_settings(model: nn.Module, optim: Optim, *, part: bool = False) -> dict[str, ParameterSettings]:
-    """Return the settings of each trained parameter of a model, by name."""
-    # Call it before FSDP, which replaces the parameters and drops their marks.
+    """The settings of each trained parameter of a model, by name; before FSDP, which drops marks of parameters."""
     spec, decayed = OPTIMIZERS[optim.name], decayed_parameters(model)
     taken = hidden_matrices(model) if spec.matrices else {name for name, _ in model.named_parameters()}
     names = [name for name, param in model.named_parameters() if param.requires_grad]
@@ -88,9 +58,9 @@ def parameter_settings(model: nn.Module, optim: Optim, *, part: bool = False) ->
         decay = optim.weight_decay if name in decayed else 0.0
         own = getattr(group, spec.name, None)  # muon = true or false
         if group is not None and own and name not in taken:
+            problem = f'optim.groups: "{group.match}" matches {name}, which {spec.name} = true does not fit'
             raise ConfigError(
-                f'optim.groups: "{group.match}" matches {name}, which {spec.name} = true does not fit: '
-                f"{spec.name.title()} optimizes hidden matrices (no embeddings, heads, norms, biases and vectors)"
+                f"{problem}: {spec.name.title()} optimizes hidden matrices (no embeddings, heads, vectors)"
             )
         settings[name] = ParameterSettings(
             group=number, rest=name not in taken or own is False, undecayed=name not in decayed,
@@ -121,9 +91,7 @@ def _unmatched(pattern: str, names: Sequence[str], earlier: Sequence[str]) -> st
 
 def decayed_parameters(model: nn.Module) -> set[str]:
     """Names of the parameters that weight decay applies to: weights of products and embeddings, of any shape."""
-    # Excluded, for any number of dimensions: parameters of norms (modules whose class name has "norm"), biases (names
-    # that end in "bias"), `STATE_SPACE_NAMES`, parameters marked `_no_weight_decay`, and vectors, also of shape [1, …,
-    # 1, N]. Call it before FSDP, which replaces the parameters and drops the marks.
+    # Not those of norms, biases, `STATE_SPACE_NAMES`, those marked, and vectors, also of shape [1, …, 1, N].
     names: set[str] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         norm = "norm" in type(module).__name__.lower()
@@ -138,10 +106,8 @@ def decayed_parameters(model: nn.Module) -> set[str]:
 
 def hidden_matrices(model: nn.Module) -> set[str]:
     """Names of the parameters that Muon optimizes: 2-D weights of products, and 3-D weights of experts."""
-    # Excluded are embeddings, tied ones too, heads (`get_output_embeddings`, `HEADS`), convolutions, and all that
-    # `decayed_parameters` excludes.
-    module: Any = model
-    head = module.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    # No embeddings, tied ones too, heads, convolutions, and what does not decay.
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     excluded = {id(param) for param in ([] if head is None else head.parameters())}
     for path, part in model.named_modules(remove_duplicate=False):
         if isinstance(part, nn.Embedding | nn.modules.conv._ConvNd) or path.rpartition(".")[2] in HEADS:
@@ -166,7 +132,7 @@ def step_cost(model: nn.Module, config: TrainConfig) -> tuple[float, float]:
 
 
 def groups_table(settings: Mapping[str, ParameterSettings], sizes: Mapping[str, int], optim: Optim) -> list[str]:
-    """Return a line for each group of parameters: what matched, how many, and their settings; [] for the default."""
+    """A line for each group of parameters: what matched, how many, and their settings; [] for the default."""
     if not optim.groups and not OPTIMIZERS[optim.name].matrices:
         return []
     rows = []
@@ -191,30 +157,27 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
 
 
 def average_decay(ema: float, step: int) -> float:
-    """Decay of the moving average of the weights in step 0, 1, …: min(ema, (1 + t) / (10 + t))."""
-    # The ramp lets the initial weights, which say nothing, fade in the first steps.
+    """Decay of the moving average of the weights in step 0, 1, …; the ramp lets the initial weights fade."""
     return min(ema, (1 + step) / (10 + step))
 
 
 def _factor(optim: Optim, step: int, steps: int) -> float:
     if step < optim.warmup:
         return (step + 1) / optim.warmup
-    end = optim.min_lr_ratio
+    end, after_warmup = optim.min_lr_ratio, max(1, steps - optim.warmup)
     if optim.schedule == "cosine":
-        done = (step - optim.warmup) / max(1, steps - optim.warmup)
-        return end + (1 - end) * (1 + math.cos(math.pi * done)) / 2
+        return end + (1 - end) * (1 + math.cos(math.pi * ((step - optim.warmup) / after_warmup))) / 2
     if optim.schedule == "linear":
-        return 1 - (1 - end) * (step - optim.warmup) / max(1, steps - optim.warmup)
-    if optim.schedule == "wsd":
-        decay = decay_steps(optim, steps)
-        return end + (1 - end) * min(1.0, (steps - step) / decay) if decay else 1.0
-    return 1.0
+        return 1 - (1 - end) * (step - optim.warmup) / after_warmup
+    decay = decay_steps(optim, steps)  # of "wsd"
+    return end + (1 - end) * min(1.0, (steps - step) / decay) if decay else 1.0
 
 
 class WeightAverage:
+    """An exponential moving average of the exact fp32 masters, in fp32: bf16 would lose a step of 1 − β = 0.001."""
+
     def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter], masters: Iterable[Tensor]) -> None:
         self._params = dict(zip(names, params, strict=True))
-        # The average by name, fp32, sharded like the parameters.
         self.tensors = {
             name: shard_like(param, master.detach().clone(memory_format=torch.contiguous_format))
             for (name, param), master in zip(self._params.items(), masters, strict=True)
@@ -222,13 +185,11 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, masters: Iterable[Tensor], decay: float) -> None:
-        """Move the average towards the masters by 1 − `decay`."""
         for average, master in zip(self.tensors.values(), masters, strict=True):
             local_tensor(average).lerp_(master.detach(), 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the average into the parameters, and their own values back at the end."""
         with torch.no_grad():
             own = {name: local_tensor(param).detach().clone() for name, param in self._params.items()}
             try:
@@ -299,8 +260,7 @@ class TrainerOptimizer(ABC):
 
     @torch.no_grad()
     def gradient_squares(self, loss_scale: float, copies: Callable[[Tensor], int]) -> Tensor:
-        """Divide the gradients by `loss_scale`."""
-        # Returns this rank's share of their squared L2 norm over all ranks, float64, not finite if any of them is not.
+        """Divide the gradients by `loss_scale`. Returns this rank's share of their squared L2 norm, in float64."""
         # `copies`: number of ranks that hold the same elements of a parameter, which share their squares.
         gradients = self.gradients()
         if loss_scale != 1.0:
@@ -336,12 +296,10 @@ class TrainerOptimizer(ABC):
             self.average.update(self.masters(), average_decay(self._optim.ema, number))
 
     @abstractmethod
-    def _step(self, factor: float) -> None:
-        """Take a step with the gradients times `factor`."""
+    def _step(self, factor: float) -> None: ...
 
     @abstractmethod
-    def _make_states(self) -> None:
-        """Make the missing states of `inner`."""
+    def _make_states(self) -> None: ...
 
     def zero_grad(self) -> None:
         for param in (*self._params, *self._masters):
@@ -353,12 +311,12 @@ class TrainerOptimizer(ABC):
         return {name: master.detach() for name, param, master in rows if param is not master}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return states, step counts and masters: plain tensors, for `torch.load(weights_only=True)`."""
+        """States, step counts and masters: plain tensors, for `torch.load(weights_only=True)`."""
         average = {} if self.average is None else {"ema": self.average.tensors}
         return {"adamw": self.inner.state_dict(), "masters": self._separate()} | average
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every state, made where it is not there yet, as "<parameter>.exp_avg"; no copies."""
+        """Every state, made where it is not there yet, as "<parameter>.exp_avg"; no copies."""
         self._make_states()
         tensors: dict[str, Tensor] = {}
         for name, owner in zip(self._names, self._masters, strict=True):
@@ -370,7 +328,6 @@ class TrainerOptimizer(ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned for the same model; shards take their rows of it."""
         saved = state["adamw"]
         if len(self._settings) == len(self._names) and not any(map(is_dtensor, self._params)):
             self.inner.load_state_dict(saved)
@@ -389,8 +346,8 @@ class TrainerOptimizer(ABC):
 class MasterWeightOptimizer(TrainerOptimizer):
     """PyTorch's fused optimizer over the trainable parameters of a model, or over fp32 masters of the 16-bit ones."""
 
-    # `fp32_values`: fp32 values for masters, by name, where more is known than the parameters hold. Unless gradients
-    # add up over several micro-batches, or are scaled, bf16 parameters keep their own, which the spec's step reads.
+    # `fp32_values`: for masters, by name, where more is known than the parameters hold. Unless gradients add up over
+    # several micro-batches, or are scaled, bf16 parameters keep their own, which the spec's step reads.
 
     def __init__(
         self, model: nn.Module, optim: Optim, *, master: bool, fp32_values: Mapping[str, Tensor] | None = None,
@@ -460,7 +417,6 @@ class MasterWeightOptimizer(TrainerOptimizer):
         return param_state(param, local_tensor(param), tensors, self._spec.moments), hyper
 
     def _state_of(self, master: Tensor) -> dict[str, Tensor]:
-        """The states of a master, made if missing."""
         state: dict[str, Tensor] = self.inner.state[master]
         if not state:
             device = "cpu" if master in self._direct else local_tensor(master).device
@@ -480,8 +436,6 @@ class MasterWeightOptimizer(TrainerOptimizer):
 
 
 class Fp8StateOptimizer(TrainerOptimizer):
-    """An optimizer of `octavo.optim.OPTIMIZERS` over the trainable parameters of a model."""
-
     def __init__(
         self, model: nn.Module, optim: Optim, *, states: str, master: str | None,
         fp32_values: Mapping[str, Tensor] | None = None, settings: Mapping[str, ParameterSettings] | None = None,
@@ -511,13 +465,11 @@ class Fp8StateOptimizer(TrainerOptimizer):
 
 
 def state_bytes_per_parameter(optimizer: TrainerOptimizer, model: nn.Module) -> float:
-    """Return the bytes of this rank's states, masters included, per trained parameter of this rank."""
     trained = sum(local_tensor(param).numel() for param in model.parameters() if param.requires_grad)
     return sum(local_tensor(state).nbytes for state in optimizer.tensors().values()) / max(trained, 1)
 
 
 def _master(param: Tensor, fp32_values: Tensor | None) -> nn.Parameter:
-    """An fp32 copy of a parameter, sharded as it is; with the given fp32 values if there are any."""
     rows = local_tensor(param).detach() if fp32_values is None else local_rows(param, fp32_values)
     return nn.Parameter(shard_like(param, rows.to(local_tensor(param).device, torch.float32, copy=True)))
 

@@ -1,11 +1,7 @@
-"""Checks of a model before training: it runs a batch, is causal, and saves so many bytes for backward.
-
-Some models can be built but not run (head counts that do not divide). A model that attends to the tokens it predicts,
-such as an encoder, reaches a loss near zero and learns nothing. These checks raise errors before any file is written.
-"""
+"""Checks of a model before training: it runs a batch, is causal, and saves so many bytes for backward."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +12,7 @@ from octavo.nn import disabled
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.train.compiled_blocks import Checkpointing
 from octavo.train.config.run_config import ConfigError
+from octavo.train.layout import Inputs, on_tensors
 from octavo.train.ranks import from_collective
 
 GRADIENT_SCALE = 1024.0  # Factor that keeps the gradient of the causality check from underflowing in fp16
@@ -25,7 +22,7 @@ MAX_LEAK = 1e-3  # Largest gradient of a token without effect, relative to the l
 
 
 @contextmanager
-def _model_errors(inputs: Any) -> Iterator[None]:
+def _model_errors(inputs: Inputs) -> Iterator[None]:
     try:
         yield
     except ConfigError:
@@ -33,18 +30,15 @@ def _model_errors(inputs: Any) -> Iterator[None]:
     except (RuntimeError, ValueError, IndexError) as error:
         if from_collective(error):
             raise
-        reason = " ".join(str(error).split())
-        shapes = {name: list(rows.shape) for name, rows in inputs.items()} if isinstance(inputs, Mapping) else \
-            list(inputs.shape)  # fmt: skip
-        raise ConfigError(f"the model cannot run a batch of {shapes}: {reason}") from None
+        shapes = on_tensors(lambda rows: list(rows.shape), inputs)
+        raise ConfigError(f"the model cannot run a batch of {shapes}: {' '.join(str(error).split())}") from None
 
 
 def saved_bytes_per_token(
-    model: nn.Module, checkpointing: Checkpointing, loss: Callable[[Any, Tensor], Tensor],
-    batch: tuple[Any, Tensor], tokens: int,
+    model: nn.Module, checkpointing: Checkpointing, loss: Callable[[Inputs, Tensor], Tensor],
+    batch: tuple[Inputs, Tensor], tokens: int,
 ) -> float:  # fmt: skip
     """Bytes that one forward of `batch` (inputs and targets) saves for backward, for each of its `tokens`."""
-    # Raises ConfigError if the model cannot run it.
     inputs, targets = batch
     with _model_errors(inputs), saved_for_backward(model) as saved, checkpointing.saved_outputs() as outputs:
         value = loss(inputs, targets)
@@ -53,25 +47,23 @@ def saved_bytes_per_token(
 
 
 def check_causal(
-    model: Any, logits: Callable[[Tensor], Tensor], inputs: Tensor, *, has_last: bool = True
+    model: nn.Module, logits: Callable[[Tensor], Tensor], inputs: Tensor, *, has_last: bool = True
 ) -> None:  # fmt: skip
     """Raise ConfigError if logits depend on a later token, or on another document if `inputs` are packed [B,S,2]."""
-    # The check uses the gradient, which is zero without a dependency. Comparing the logits of two inputs would not do:
-    # these differ also by rounding, or by an FP8 scale shared by all tokens. Converted layers run unconverted, because
-    # only the model matters. Of ranks that share a sequence, the one that `has_last` of its tokens checks; the others
-    # run with it.
+    # The gradient is zero without a dependency; logits of two inputs differ also by rounding, or by a shared scale.
+    # Of ranks that share a sequence, the one that `has_last` of its tokens checks; the others run with it.
     if inputs.dim() == 3:
         _check_documents_apart(model, logits, inputs)
     gradient = _embedding_gradient(model, logits, inputs, slice(None, -1))
     if gradient is not None and has_last and bool(gradient[:, -1].abs().max() > MAX_LEAK * gradient.abs().max()):
-        raise ConfigError(
-            f"{type(model).__name__} is not causal: its output at a token depends on later ones, so it would be "
-            'trained on inputs that contain the answer. Choose a model.type that generates text, as "llama"; of an '
-            "encoder, model.config.is_decoder = true may make one"
+        problem = f"{type(model).__name__} is not causal: its output at a token depends on later ones"
+        hint = (
+            'a model.type that generates text, as "llama"; of an encoder, model.config.is_decoder = true may make one'
         )
+        raise ConfigError(f"{problem}, which contain the answer. Choose {hint}")
 
 
-def _check_documents_apart(model: Any, logits: Callable[[Tensor], Tensor], inputs: Tensor) -> None:
+def _check_documents_apart(model: nn.Module, logits: Callable[[Tensor], Tensor], inputs: Tensor) -> None:
     """Raise ConfigError if the logits of a packed document depend on the document before it, or on its place."""
     kind, length = type(model).__name__, inputs.shape[1]
     if length < 4:
@@ -94,7 +86,7 @@ def _check_documents_apart(model: Any, logits: Callable[[Tensor], Tensor], input
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout, and with converted layers unconverted."""
     training = model.training
     model.eval()
@@ -111,7 +103,7 @@ def _embedding_gradient(
     """The gradient of the logits of some tokens in the embeddings [B,S,D]; None without a dependency or embeddings."""
     embeddings: list[Tensor] = []
 
-    def keep(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    def keep(module: nn.Module, arguments: object, output: Tensor) -> Tensor:
         leaf = output.detach().requires_grad_()
         embeddings.append(leaf)
         return leaf

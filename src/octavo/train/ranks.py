@@ -1,23 +1,10 @@
-"""The processes of a run: one, or those that torchrun started.
+"""The processes of a run: one, or those that torchrun started. Rank 0 owns the output folder, metrics and reports.
 
-    torchrun --nproc-per-node 8 -m octavo train CONFIG
+An action that may fail on one rank alone runs inside `raise_together` or `run_on_rank0`: all ranks then stop with the
+same message. If a rank dies, all others raise `LostRankError`; torchrun's `--max-restarts` resumes the run.
 
-Every rank trains on its share of each batch. Rank 0 owns the output folder, metrics and reports. An action that may
-fail on one rank alone runs inside `raise_together` or `run_on_rank0`: all ranks then stop with the same message,
-instead of waiting for a rank that has stopped already.
-
-The death of a rank ends the run: the collective of the other ranks fails, at once if the connection breaks, else after
-`parallel.timeout`, and they raise `LostRankError`. torchrun's `--max-restarts` restarts all ranks, and the run resumes
-from its newest checkpoint.
-
-Each rank increments a key in the store of the process group twice a second (`Heartbeat`). The error of a collective
-does not show its cause. Gloo raises a plain RuntimeError for a dead peer, a timeout and a wrong argument, NCCL a
-DistBackendError for a dead peer and a full GPU. So the type and traceback of an error show whether it comes from a
-collective, and the store shows whether another rank is gone.
-
-The ranks of a machine share one copy of the model until training begins. One process builds the model and writes it
-to a file in a folder that only its user may enter. All ranks map the file, and each reads only its own rows. The file
-is unlinked before training begins.
+The error of a collective does not show its cause: Gloo raises a plain RuntimeError for a dead peer, a timeout and a
+wrong argument. So its traceback shows whether it comes from a collective, and `Heartbeat` whether a rank is gone.
 """
 
 import os
@@ -46,8 +33,7 @@ from octavo.train.diagnose import NonFiniteError
 
 T = TypeVar("T")
 
-MACHINE_PATHS = {"run.out", "data.source", "data.cache", "eval.source"}
-"""Settings that hold paths of a machine and may differ between ranks; the data is compared by its fingerprint."""
+MACHINE_PATHS = {"run.out", "data.source", "data.cache", "eval.source"}  # They may differ; data has a fingerprint
 STARTED_KEY = "octavo/begun"  # Key in torchrun's store of a run that has started
 
 
@@ -74,20 +60,16 @@ class Ranks:
         return self.store is not None and self.store.check([STARTED_KEY])
 
     def begin(self) -> None:
-        """Record for restarted processes that the run has started."""
         if self.store is not None:
             self.store.set(STARTED_KEY, "")
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which reads and writes the output folder."""
         return self.rank == 0
 
     def raise_together(self, action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-        """Run `action` on every rank and return its result; raise on all ranks if it fails on one."""
-        # `action` must not wait for other ranks. Ranks wait for each other in `group`, or the default group. If
-        # `action` raises on any rank, all raise ConfigError; a rank with an error other than ValueError and OSError
-        # raises that.
+        """Run `action`, which must not wait for others, on every rank; if it fails on one, all raise ConfigError."""
+        # A rank with an error other than ValueError and OSError raises that.
         if self.world_size == 1:
             return action()
         result, error = _try(action)
@@ -157,7 +139,6 @@ class Ranks:
         return "{2} (rank {1})".format(*min(reports)) if reports else None
 
     def all_reduce(self, *values: Tensor) -> list[Tensor]:
-        """Sums of float64 scalars over the ranks."""
         stacked = torch.stack([value.double().to(self.device) for value in values])
         if self.world_size > 1:
             dist.all_reduce(stacked)
@@ -167,20 +148,15 @@ class Ranks:
         self.raise_together(lambda: None)
 
     def host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
-        """Make a gloo group of all ranks with its own timeout; None for one process."""
-        if self.world_size == 1:
-            return None
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        return group
+        return None if self.world_size == 1 else dist.new_group(backend="gloo", timeout=timeout)
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: object) -> list[Any]:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun, or another launcher that sets its variables, has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -221,15 +197,13 @@ def _check_same_config(config: TrainConfig, ranks: Ranks) -> Ranks:
 
 
 def _device(run: Run, local: int) -> torch.device:
-    """The device of a process; each process of a machine has its own."""
     device = choose_device(run.device)
-    if device.type != "cuda":
-        return device
-    if local >= torch.cuda.device_count():
-        problem = f"there is no GPU for local rank {local}, this machine has {torch.cuda.device_count()}"
-        raise ConfigError(f"{problem}: start as many processes as GPUs (torchrun --nproc-per-node)")
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
+    if device.type == "cuda":
+        if local >= torch.cuda.device_count():
+            problem = f"there is no GPU for local rank {local}, this machine has {torch.cuda.device_count()}"
+            raise ConfigError(f"{problem}: start as many processes as GPUs (torchrun --nproc-per-node)")
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
     return device
 
 
@@ -250,19 +224,16 @@ def _detect_lost_ranks(rank: int, world: int) -> Iterator[None]:
         if not heartbeat.gone():
             error.add_note(f"rank {rank}: a collective failed, and every other rank is alive")
             raise
-        reason = " ".join(str(error).split())
-        raise LostRankError(
-            f"rank {rank}: another rank has ended or does not answer ({reason[:200]}). Nothing that was saved is lost: "
-            "the same command with --resume goes on from the newest checkpoint, as torchrun --max-restarts does"
-        ) from error
+        problem = f"another rank has ended or does not answer ({' '.join(str(error).split())[:200]})"
+        remedy = "the same command with --resume goes on from the newest checkpoint, as torchrun --max-restarts does"
+        raise LostRankError(f"rank {rank}: {problem}. Nothing that was saved is lost: {remedy}") from error
     finally:
         heartbeat.close()
 
 
 def _connect(device: torch.device, rank: int, timeout: float) -> Store:
     """Make the process group and return torchrun's store. Objects and flags use gloo on every device."""
-    # The store survives a restart by torchrun and still holds the addresses of ended processes (pytorch issue 135712).
-    # So each attempt has its own key prefix.
+    # A restart by torchrun finds the addresses of ended processes in the store (pytorch issue 135712): see the prefix.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=timeout)
     try:
@@ -273,11 +244,12 @@ def _connect(device: torch.device, rank: int, timeout: float) -> Store:
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=limit)
     except (dist.DistError, RuntimeError, ValueError) as error:
         address = ":".join(os.environ.get(name, "(unset)") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = {address} within {timeout:g} s "
-            f"({reason}): give every machine the same --rdzv-endpoint HOST:PORT, and see that HOST answers on PORT"
-        ) from None
+        problem = (
+            f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = {address} within {timeout:g} s"
+        )
+        problem += f" ({' '.join(str(error).split())[:200]})"
+        remedy = "give every machine the same --rdzv-endpoint HOST:PORT, and see that HOST answers on PORT"
+        raise ConfigError(f"{problem}: {remedy}") from None
     return store
 
 
@@ -305,13 +277,11 @@ def _attempt_prefix(store: Store, rank: int, world: int, timeout: float) -> str:
 
 
 def _rank_names(ranks: list[int]) -> str:
-    """[1, 2] → "ranks 1, 2"."""
     shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-_ALL_ANSWER = "every rank was alive after this error"
-"""Note on an error that ranks have told each other about, which no lost rank can have caused."""
+_ALL_ANSWER = "every rank was alive after this error"  # Note on an error that ranks have told each other about
 _MISTAKES = (ValueError, OSError)  # Errors of a user or of the machine, whose message is enough
 
 
@@ -331,7 +301,7 @@ GRACE_SECONDS = 3.0  # Seconds without a count after which a rank counts as gone
 
 
 class Heartbeat:
-    """Counts for this rank in a thread, until closed."""
+    """Counts for this rank in a thread, in the store of the process group, until closed."""
 
     def __init__(self, store: Any, name: str, rank: int, world: int) -> None:
         self._store = PrefixStore(f"octavo/alive/{name}", store.clone())
@@ -381,7 +351,6 @@ def from_collective(error: BaseException) -> bool:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device for "auto" (CUDA where there is one), "cpu" or "cuda". Raises ConfigError for absent CUDA."""
     usable = torch.cuda.is_available()
     if name == "cuda" and not usable:
         raise ConfigError('run.device = "cuda", but torch finds no usable CUDA device: take "auto" or "cpu"')
@@ -389,7 +358,6 @@ def choose_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What a report calls the device, as "cpu" or "NVIDIA H200"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -399,30 +367,26 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # Variable that cuBLAS reads when CUDA st
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """Use PyTorch's deterministic algorithms in this context: on a GPU attention's backward adds atomically."""
-    # An operation that has none raises a RuntimeError that names it. New memory is not filled: Octavo writes what it
-    # allocates.
     if not enabled:
         yield
         return
-    workspace = os.environ.get(WORKSPACE)
-    os.environ.setdefault(WORKSPACE, ":4096:8")
     settings: Any = torch.utils.deterministic
-    before, fills = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
-        settings.fill_uninitialized_memory = fills
-        if workspace is None:
-            del os.environ[WORKSPACE]
+    before, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    with ExitStack() as stack:
+        if WORKSPACE not in os.environ:
+            os.environ[WORKSPACE] = ":4096:8"
+            stack.callback(os.environ.pop, WORKSPACE)
+        torch.use_deterministic_algorithms(True)
+        settings.fill_uninitialized_memory = False  # Octavo writes what it allocates
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
+            settings.fill_uninitialized_memory = fills
 
 
 def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
-    """Call `make` on one rank of each machine and return its result on every rank."""
-    # Raises ConfigError on all ranks if `make` raises it, or TMPDIR has no room for the tensors.
+    """Call `make` on one rank of each machine and return its result on every rank, with one copy of its tensors."""
     if ranks.world_size == 1:
         return make()
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:  # of mode 0700
@@ -434,7 +398,7 @@ def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
     return value
 
 
-def _write(value: Any, file: Path) -> None:
+def _write(value: object, file: Path) -> None:
     try:
         torch.save(value, file)
     except (OSError, RuntimeError) as error:

@@ -1,15 +1,8 @@
 """plan_memory and plan_step: predict memory and time of a run from its configuration alone.
 
-The memory comes from a training step on fake tensors. The real trainer runs the step, so the plan includes conversion,
-loss, activation checkpointing, accumulation, masters and moments. It reads no data and no weights: a vocabulary still
-to be trained counts as `data.vocab_size`.
-
-`plan_step` forecasts a step on a GPU that this machine need not have (`octavo.planner.prediction`): the time from one
-forward of the same model, the memory from steps of the same trainer on two and three of the model's blocks.
-
-Of a hybrid layout, one rank's part of the model is planned. It runs the code of a run: `tensor_parallel`,
-`context_parallel`, `expert_parallel` and the stages of a pipeline, in torch's fake process group of the ranks that
-share a layer or a sequence. FSDP2 is added by rule (`octavo.planner.step_memory`).
+The real trainer runs a step on fake tensors, on a few of the model's blocks; `octavo.planner.prediction` forecasts from
+that. Of a hybrid layout one rank's part runs, in torch's fake process group of the ranks that share a layer or a
+sequence; FSDP2 is added by rule (`octavo.planner.step_memory`).
 """
 
 import json
@@ -65,8 +58,7 @@ from octavo.train.tasks.task import Task
 from octavo.train.trainer import Trainer, compiles_blocks, with_activations
 
 MIN_CAPABILITY = 10 * FIRST_CAPABILITY[0] + FIRST_CAPABILITY[1]
-LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}
-"""Settings that override a part of the level."""
+LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}  # Each overrides a part of it
 
 T = TypeVar("T")
 _VARLEN_NOTE = "Attention inside packed documents, without a mask; its time is that of one document in each sequence."
@@ -83,9 +75,8 @@ def plan_memory(
     task = planned_task(config)
     name, size = config.parallel.mode
     if name:
-        raise ConfigError(
-            f"parallel.{name} = {size}: octavo plan --memory predicts one GPU; for several give --gpu and --gpus"
-        )
+        hint = "octavo plan --memory predicts one GPU; for several give --gpu and --gpus"
+        raise ConfigError(f"parallel.{name} = {size}: {hint}")
     models, key = {} if models is None else models, (config.precision.parameters, config.precision.loss)
     if key not in models:
         models[key] = _planned_model(task, device)
@@ -160,9 +151,7 @@ def plan_step(
     config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str | Path | None = None,
     progress: OnSubject = lambda subject: None,
 ) -> Forecast:  # fmt: skip
-    """Predict the time and memory of a training step, as configured and with the best plan."""
-    # `.configured` converts the same layers as `octavo train` on such a GPU. The best plan uses the fastest recipe for
-    # each linear, or bf16 if none gains, with all other settings as configured.
+    """Predict the time and memory of a training step, as configured, and with the fastest recipe of each linear."""
     own, bf16 = _workloads(config, gpu, gpus, calibration, progress)
     assert own.gpu is not None and own.plan is not None and own.whole is not None
     activations: Any = own.plan.activations  # "auto" resolved
@@ -182,7 +171,6 @@ def plan_configured(config: TrainConfig, *, gpu: str, gpus: int = 1) -> PlannedR
 def _workloads(
     config: TrainConfig, gpu: str, gpus: int, calibration: str | Path | None, progress: OnSubject
 ) -> tuple[Workload, Workload]:
-    """Describe the step of a run on a kind of GPU, as configured and at level bf16."""
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
     gpu_spec = with_measurements(find_gpu(gpu), calibration)
@@ -226,7 +214,6 @@ def _workloads(
 
 
 def _step_config(config: TrainConfig, gpus: int) -> StepConfig:
-    """How a step of a run is divided over GPUs. Raises ConfigError if it cannot be."""
     parallel, layout = config.parallel, config.parallel.resolved
     if parallel.tp * parallel.cp * parallel.ep * parallel.pp > 1:
         with naming("[parallel]", ValueError):
@@ -242,11 +229,7 @@ def _step_config(config: TrainConfig, gpus: int) -> StepConfig:
     )  # fmt: skip
 
 
-# What is planned
-
-
 def planned_task(config: TrainConfig) -> Task:
-    """The task of a run, with data as far as a plan needs it. Raises ConfigError as `check_model`."""
     kind = task_of(config)
     check_model(config.model, kind.kind)
     return kind(config, kind.stand_in(config))
@@ -263,7 +246,7 @@ def _planned_model(task: Task, device: str) -> Any:
 
 
 def plans_fp8(plan: Plan | None) -> bool:
-    """Return whether a plan is of FP8 layers, or of none; not of fused kernels alone."""
+    """Whether a plan is of FP8 layers, or of none; not of fused kernels alone."""
     return plan is not None and bool(plan.decisions) and bool(plan.converted or plan.activations != "fused")
 
 
@@ -278,7 +261,7 @@ def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu | None, to
     return with_weight_only(rule_plan(model, precision=precision), config.weight_only, model)
 
 
-def masks_documents(config: TrainConfig, model: Any) -> bool:
+def masks_documents(config: TrainConfig, model: nn.Module) -> bool:
     """Whether attention reads a mask of all pairs of positions that keeps packed documents apart."""
     packed = config.data.task == "language" and config.data.packing != "stream"
     return packed and config.model.attention in ("auto", "sdpa", "eager") and not is_varlen(model)
@@ -293,9 +276,6 @@ def _run(step: Callable[[], T], size: int) -> T:
         raise ConfigError(f"the model cannot run a micro-batch of {size} sequences: {one_line(error)}") from error
 
 
-# What a rank of a hybrid layout has
-
-
 @contextmanager
 def shared_mesh(parallel: ParallelConfig, device: torch.device) -> Iterator[DeviceMesh | None]:
     """A mesh of the ranks that share a layer or a sequence; None if each has all of both."""
@@ -308,7 +288,6 @@ def shared_mesh(parallel: ParallelConfig, device: torch.device) -> Iterator[Devi
 
 
 def stages_of_model(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
-    """Return the stages of a model on meta. Raises ConfigError if it cannot be cut."""
     if parallel.pp == 1:
         return [Stage(model=model)]
     count = parallel.pp * SCHEDULES[parallel.schedule]
@@ -339,7 +318,7 @@ def _token_parts(config: TrainConfig) -> int:
 
 
 def stage_input(model: Any, stage: Stage, config: TrainConfig, ids: Tensor) -> Tensor:
-    """Return what a stage reads: ids [B,S], or hidden states of a rank's tokens [B,S,H]."""
+    """What a stage reads: ids [B,S], or hidden states of a rank's tokens [B,S,H]."""
     if stage.first:
         return ids
     hidden, tokens = model.config.get_text_config().hidden_size, ids.shape[1] // _token_parts(config)
@@ -352,7 +331,7 @@ def without_experts(config: TrainConfig) -> TrainConfig:
 
 
 def share_experts(trace: Trace, ranks: int) -> Trace:
-    """Return the trace of a rank with 1 / `ranks` of the experts, to which all ranks send rows."""
+    """The trace of a rank with 1 / `ranks` of the experts, to which all ranks send rows."""
     calls = {
         name: tuple(replace(call, experts=call.experts // ranks) if call.experts > 1 else call for call in own)
         for name, own in trace.calls.items()
@@ -365,16 +344,13 @@ def share_experts(trace: Trace, ranks: int) -> Trace:
 
 
 def _message_bytes(config: TrainConfig, workload: Workload, size: int) -> tuple[int, int]:
-    """Return the bytes of bf16 hidden states of `size` sequences on one rank, and those of a message with them."""
+    """The bytes of bf16 hidden states of `size` sequences on one rank, and those of a message with them."""
     model: Any = workload.model
     hidden, tokens = model.config.get_text_config().hidden_size, config.data.sequence_length // _token_parts(config)
     bf16 = 2 * size * tokens * hidden
     rows, columns = (size, tokens * hidden) if hidden % 128 == 0 else (size * tokens, hidden)
     fp8 = plans_fp8(workload.plan) and config.parallel.fp8_comm != "off"
     return bf16, rows * width(columns, parse_spec(ADAPTIVE_SPEC)) if fp8 else bf16
-
-
-# One forward, and one step, of a rank
 
 
 def _trace_forward(
@@ -448,9 +424,6 @@ def _run_stage(trainer: Trainer, inputs: Tensor, labels: Tensor) -> None:
     trainer.optimizer.accumulate()
 
 
-# The command line
-
-
 def console(
     path: Path, overrides: Sequence[str], *, memory: bool, gpu: str | None, gpus: int, calibration: Path | None,
     device: str, limit: float | None, layers: bool, as_json: bool, shrink: bool = False,
@@ -497,7 +470,6 @@ def _show_memory(config: TrainConfig, *, device: str, limit: float, layers: bool
 
 @contextmanager
 def plan_progress() -> Iterator[OnSubject]:
-    """Report progress on stderr: one changing line in a terminal, else one line per subject."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda subject: console.print(f"planning {subject} …", markup=False, highlight=False, soft_wrap=True)

@@ -1,11 +1,7 @@
-"""Samples: text that the model goes on with from some prompts, in the precision it trains in (`[sample]`).
+"""Generate text from prompts during training, in the precision it trains in (`[sample]`), without a trace in the run.
 
-Each token takes a forward of all prompts and what was written so far, without a cache of keys and values: slower than
-an inference engine, with nothing that could differ from training's forward. Prompts are padded behind their ends, which
-a causal model does not look at. Under data parallelism every rank takes part in every forward, and rank 0 chooses the
-tokens, so that all ranks write the same ones.
-
-Sampling leaves no trace, as evaluation (`evaluation.py`): the tokens are drawn by a generator of their own.
+Each token takes a forward of all prompts and what was written so far, without a cache of keys and values, so nothing
+could differ from training's forward. Every rank takes part in every forward, and rank 0 chooses the tokens.
 """
 
 from functools import partial
@@ -21,8 +17,6 @@ from octavo.train.trainer import Trainer
 
 
 class Sampler:
-    """Writes samples of a run of text with `[sample]`."""
-
     def __init__(self, trainer: Trainer) -> None:
         config, tokenizer = trainer.config, trainer.task.data.tokenizer
         assert config.sample is not None
@@ -31,11 +25,9 @@ class Sampler:
         self._prompts: list[list[int]] = [ids or [tokenizer.end_id] for ids in encoded]
         longest, length = max(map(len, self._prompts)), config.data.sequence_length
         if longest + config.sample.tokens > length:
-            raise ConfigError(
-                f"sample.tokens = {config.sample.tokens} after a prompt of {longest} tokens exceeds "
-                f"data.sequence_length = {length}, beyond which the model is not trained: lower sample.tokens, or "
-                "shorten the prompt"
-            )
+            problem = f"sample.tokens = {config.sample.tokens} after a prompt of {longest} tokens exceeds"
+            limit = f"data.sequence_length = {length}, beyond which the model is not trained"
+            raise ConfigError(f"{problem} {limit}: lower sample.tokens, or shorten the prompt")
 
     def is_due(self, step: int) -> bool:
         return bool(self._settings.every) and step % self._settings.every == 0
@@ -65,7 +57,6 @@ class Sampler:
         return [self._sample(row, ids[row, len(prompt) :].tolist()) for row, prompt in enumerate(self._prompts)]
 
     def _choose(self, logits: Tensor, generator: torch.Generator) -> list[int]:
-        """The next token of each row of logits [P,V]."""
         logits = logits.double().cpu().nan_to_num()  # of a model that has diverged: any token will do
         if not self._settings.temperature:
             return logits.argmax(-1).tolist()

@@ -1,16 +1,8 @@
 """Signal handling: a signal asks the run to stop, which then saves; or it ends the process with its clean-up.
 
-With `run.restarts` the run is supervised by a process that starts `octavo train` and, after a crash, starts it again.
-
-    octavo train CONFIG run.restarts=3        the supervisor, which trains nothing
-      └─ octavo train … --supervised          the run; after a crash with --resume
-
-A crash is an end by a signal (killed for memory, a segmentation fault) or exit code 70 (an exception that Octavo does
-not expect, as of CUDA). Mistakes in the configuration, losses that are not finite, and a requested stop are none. A
-checkpoint holds all that a step depends on, so the losses are those of a run without crashes, bit for bit.
-
-The run has a process group of its own. SIGTERM, SIGINT and SIGHUP to the supervisor go to the run, and no other run
-follows. If the supervisor itself is killed, the run goes on alone.
+With `run.restarts` a supervisor starts `octavo train … --supervised`, and after a crash again with --resume. A crash is
+an end by a signal or exit code 70. The run has a process group of its own; SIGTERM, SIGINT and
+SIGHUP to the supervisor go to it, and no other run follows. If the supervisor is killed, the run goes on alone.
 """
 
 import _thread
@@ -38,13 +30,11 @@ class StopRequested(Exception):
 
 
 class Stop(threading.Event):
-    """Set when a signal asks the run to stop."""
-
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__()
-        # training: Whether training has begun, so that there is something to save.
-        # expired: Whether it did not begin within `GRACE_SECONDS` of the signal: nothing is saved.
-        self.training, self.expired, self._tell = False, False, tell
+        self.training = False  # Whether training has begun, so that there is something to save
+        self.expired = False  # Whether it did not begin within `GRACE_SECONDS` of the signal
+        self._tell = tell
 
     def announce(self, number: int, *, patient: bool) -> None:
         """Say what the first signal does. In the preparation, end the run if it takes too long to begin training."""
@@ -84,8 +74,7 @@ class Between:
 
 
 @contextmanager
-def _handling(signals: Iterable[signal.Signals], handler: Callable[[int, Any], Any]) -> Iterator[dict[int, Any]]:
-    """Handle signals in this context; gives the handlers before."""
+def _handling(signals: Iterable[signal.Signals], handler: Callable[[int, Any], object]) -> Iterator[dict[int, Any]]:
     before = {int(number): signal.signal(number, handler) for number in signals}
     try:
         yield before
@@ -111,7 +100,7 @@ def stop_on(stop: threading.Event, *signals: signal.Signals, patient: bool = Fal
 
     received: set[int] = set()
 
-    def request(number: int, frame: Any) -> None:
+    def request(number: int, frame: object) -> None:
         if isinstance(stop, Stop) and stop.expired:
             sys.exit(128 + number)
         if number in received and not patient:
@@ -136,7 +125,7 @@ def supervise(command: Sequence[str], out: Path, *, resume: bool, restarts: int,
     child: list[subprocess.Popen[bytes]] = []
     stopping: list[int] = []
 
-    def forward(number: int, frame: Any) -> None:
+    def forward(number: int, frame: object) -> None:
         stopping.append(number)
         for process in child:
             process.send_signal(number)

@@ -1,12 +1,8 @@
 """The training step and the state it changes, on one process or on one rank of several.
 
-Data, model and loss are those of the task of the run (`octavo.train.tasks`). The loss of a step is the mean over
-micro-batches and ranks, which hold equal numbers of targets. For a plain cross-entropy this is the mean over all
-targets, for any number of micro-batches. The batch, learning rate and dropout of a step are functions of (seed, step).
-
-A non-finite loss or gradient never reaches the optimizer. Under loss scaling the step is skipped and counted; otherwise
-the run stops and the error names the layer. A gradient of zeros stops the run as well, unless a loss scale that has
-fallen may be the cause. Loss and norm are reduced over all ranks, so all ranks take the same branch.
+Batch, learning rate and dropout of a step are functions of (seed, step). A non-finite loss or gradient never reaches
+the optimizer: under loss scaling the step is skipped and counted; otherwise the run stops and the error names the
+layer. Loss and norm are reduced over all ranks, so all take the same branch.
 """
 
 import math
@@ -97,39 +93,33 @@ class Trainer:
             # FSDP moves its shards to the device block by block: the whole model may not fit there.
             distributed = self.ranks.world_size > 1 or parallel.cpu_offload
             first_convert = config.frozen == "fp8"  # which makes it smaller
-            # The model; its parameters may be shards.
             self.model: Any = model if distributed or first_convert else model.to(device)
         else:
             self.model, distributed, fp32_masters, first_convert = model, False, {}, False
         startup.lap("weights to device")
-        # Report of the converted linear layers and modules; None if all are the model's own.
         self.layers = ranks.raise_together(lambda: convert_run(self.model, self.task, device, ranks.world_size, plan))
         self.in_fp8 = self.layers is not None and self.layers.in_fp8  # or else only fused
         if first_convert and not distributed:
             self.model = self.model.to(device)
         startup.lap("conversion")
-        splits = parallel.pp > 1 and parallel.schedule in ZERO_BUBBLE
-        loss = "whole" if splits else precision.loss
+        loss = "whole" if parallel.pp > 1 and parallel.schedule in ZERO_BUBBLE else precision.loss
         # Why the loss computes whole logits although the configuration asks for chunks; else empty.
         self.loss_note = self.ranks.raise_together(lambda: self.task.prepare(self.model, loss))
         if loss != precision.loss:
             self.loss_note = f"whole logits: {parallel.schedule} runs the backward of the loss in two parts"
         startup.lap("loss head")
         compile_mode = "none" if given else config.run.compile
-        # The blocks that compile.
-        self.blocks = ranks.raise_together(
-            lambda: CompiledBlocks(self.model, compile_mode, device, config.uncompilable)
-        )
+        make_blocks = partial(CompiledBlocks, self.model, compile_mode, device, config.uncompilable)
+        self.blocks = ranks.raise_together(make_blocks)
         self.checkpointing = Checkpointing(self.model, precision.checkpointing, in_graphs=self.blocks.active)
         self.blocks.compile()
         self.layout = RankLayout(forward=self.model) if divide is None else divide(self.model)
         settings = ranks.raise_together(lambda: parameter_settings(self.model, config.optim, part=given))
         sizes = {name: param.numel() for name, param in self.model.named_parameters()}
-        # What each group of parameters matched, in lines; empty without `optim.groups`.
         self.groups_table = groups_table(settings, sizes, config.optim)
         self._parameters = sum(sizes.values())
         if parallel.pp > 1 and distributed:
-            ranks.raise_together(lambda: self._check_pipeline(ranks.local == 0))
+            ranks.raise_together(lambda: self._check_pipeline() if ranks.local == 0 else None)
         if distributed:
             parts = config.optim.micro_batches
             self.layout = distribute(self.model, parallel, device, fp8=self.in_fp8, micro_batches=parts)
@@ -138,14 +128,12 @@ class Trainer:
         startup.lap("optimizer")
         self.loss_scale = LossScale(precision.loss_scale)
         every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
-        # Statistics of the operands of the linears, in the steps that `[inspect]` samples.
         self.watch = Watch(
             self.model, every=every, what_if=config.inspect.what_if, high_precision=not self.in_fp8,
             group=self.layout.stage_group, stages=dist.group.WORLD if self.layout.stages > 1 else None,
         )  # fmt: skip
         thresholds, restore_after = config.inspect.thresholds, config.inspect.restore_after
-        # Autopilot of the layers; None if no layer is in FP8. It moves layers if `precision.autopilot` is set;
-        # otherwise it only restores the moves of a resumed run.
+        # None if no layer is in FP8. Without `precision.autopilot` it only restores the moves of a resumed run.
         self.pilot = None
         if ranks.any(any(is_converted(module) for module in self.model.modules())):
             self.pilot = Autopilot(self.model, watch=self.watch, thresholds=thresholds, restore_after=restore_after)
@@ -154,14 +142,13 @@ class Trainer:
         self.between: Callable[..., None] = lambda *_: None
         self.slow = False  # Whether it is called between micro-batches. The same on all ranks
         self.saves = True  # Whether `save` does anything
-        self.guard = SpikeGuard(config.guard)  # Detects loss spikes
+        self.guard = SpikeGuard(config.guard)
         self.skipped_batches = 0  # After loss spikes
         self.patience = Patience(0 if config.eval is None else config.eval.patience)
         self.saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
     def train_step(self) -> StepMetrics:
-        # Raises NonFiniteError, with the loss scale from before skipped steps, and StopRequested; the state is then
-        # that before the step.
+        # Raises NonFiniteError, with the loss scale before skipped steps, and StopRequested; the state is that before it.
         start = time.perf_counter()
         config, (inputs, targets) = self.config, self._batch(self.step)
         autopilot_state = self.pilot.state_dict() if self.pilot is not None else {}
@@ -182,12 +169,13 @@ class Trainer:
             if self.pilot is not None and self.recipe_changes:
                 self.pilot.load_state_dict(autopilot_state)
                 self.recipe_changes = []
-            zero = f"the loss is {loss_value:.4g}, and the gradient is exactly zero in every parameter"
-            zero += ("" if scale is None else f" at loss scale {scale:g}") + ": nothing is learned"
-            of_zero = NonFiniteError(
-                f"step {self.step + 1}: {zero}", step=self.step + 1, origin="gradients of all parameters"
-            )
-            error = self._diagnose(inputs, targets, loss_value) if must_stop else of_zero
+            if must_stop:
+                error = self._diagnose(inputs, targets, loss_value)
+            else:
+                zero = f"the loss is {loss_value:.4g}, and the gradient is exactly zero in every parameter"
+                zero += ("" if scale is None else f" at loss scale {scale:g}") + ": nothing is learned"
+                number, origin = self.step + 1, "gradients of all parameters"
+                error = NonFiniteError(f"step {number}: {zero}", step=number, origin=origin)
             self.optimizer.zero_grad()
             self.loss_scale.undo_fall()
             raise error
@@ -204,8 +192,7 @@ class Trainer:
         )  # fmt: skip
 
     def save(self, out: Path, *, prune: bool = True, held_out: float | None = None) -> None:
-        """Save a checkpoint under `out`; with `prune`, remove those that the settings of `[run]` do not keep."""
-        # `held_out`: its held-out loss, if measured. Raises NonFiniteError if a parameter is not finite.
+        """Save a checkpoint and its held-out loss. Raises NonFiniteError if a parameter is not finite."""
         if bad := self.non_finite_parameter():
             raise self._non_finite_error(self.step, "its update was not finite", f"parameter {bad}")
         if not self.saves:
@@ -220,7 +207,6 @@ class Trainer:
         )  # fmt: skip
 
     def non_finite_parameter(self) -> str | None:
-        """Name of a parameter that holds a NaN or an infinity on any rank; None if all are finite."""
         return self.ranks.first_reported(non_finite_parameter(self.model))
 
     def describe(self) -> RunResult:
@@ -239,7 +225,6 @@ class Trainer:
         )  # fmt: skip
 
     def check_causal(self) -> None:
-        """Raise ConfigError for a model that attends to later tokens, or to other documents."""
         if self.layout.pipeline is not None or not self.task.causal:
             return  # a pipeline's model was checked before it was cut
         inputs, _ = self.task.data.batch(self.config.run.seed, 0, 1)  # the same on every rank
@@ -247,14 +232,11 @@ class Trainer:
         inputs = self.layout.own_tokens(inputs.to(self._device)) if parts > 1 else inputs[:, :CAUSAL_TOKENS]
         inputs = inputs.to(self._device)
         with self.layout.reduces(False), run_eagerly():
-            self.ranks.raise_together(
-                partial(check_causal, self.model, self.logits, inputs, has_last=index == parts - 1)
-            )
+            check = partial(check_causal, self.model, self.logits, inputs, has_last=index == parts - 1)
+            self.ranks.raise_together(check)
 
-    def _check_pipeline(self, runs: bool) -> None:
-        """Raise ConfigError for a model that cannot be cut or is not causal; one rank of a machine runs it."""
-        if not runs:
-            return
+    def _check_pipeline(self) -> None:
+        """Raise ConfigError for a model that cannot be cut or is not causal."""
         parallel = self.config.parallel
         with naming("parallel.pp", ValueError):
             check_pipeline_model(self.model, parallel.pp * SCHEDULES[parallel.schedule])
@@ -267,26 +249,22 @@ class Trainer:
         if is_varlen(self.model):
             return "attention is computed document by document (variable-length attention), without a mask"
         if reason := MASKED.get(self.model):
-            return (
-                f"attention reads a mask of all pairs of positions, because variable-length attention cannot: {reason}"
-            )
+            return f"attention reads a mask of all pairs of positions, as variable-length attention cannot: {reason}"
         attention = inner_attention(self.model) or getattr(self.model.config, "_attn_implementation", "sdpa")
         if attention != "eager" or self.config.model.attention == "eager":
             return ""
         return f"{type(self.model).__name__} has no fused attention: using {attention}"
 
     def _batch(self, step: int) -> tuple[Inputs, Tensor]:
-        """This rank's share of each micro-batch of a step, concatenated."""
         number = step + self.skipped_batches
         (ahead, batch), self._ahead = self._ahead, (-1, None)
         return batch if ahead == number and batch is not None else self._read_batch(number)
 
     def _read_ahead(self) -> None:
         """Read the next step's batch while the device computes."""
-        # What is wrong with it is raised in its own step.
         number = self.step + 1 + self.skipped_batches
         if self.step + 1 < self.config.run.steps and self._ahead[0] != number:
-            with suppress(Exception):
+            with suppress(Exception):  # raised in its own step
                 self._ahead = number, self._read_batch(number)
 
     def _read_batch(self, number: int) -> tuple[Inputs, Tensor]:
@@ -295,15 +273,13 @@ class Trainer:
         def own_rows(rows: Tensor) -> Tensor:
             return to_device(torch.cat([*map(layout.own_rows, rows.chunk(parts))]), self._device)
 
-        inputs, targets = (
-            on_tensors(own_rows, batch) for batch in self.task.data.batch(seed, number, self.config.optim.batch)
-        )
+        batch = self.task.data.batch(seed, number, self.config.optim.batch)
+        inputs, targets = (on_tensors(own_rows, part) for part in batch)
         return layout.own_tokens(inputs), layout.own_labels(targets)
 
     def forward_backward(self, inputs: Inputs, targets: Tensor) -> Tensor:
-        """Compute the scaled gradients of this rank's share of the batch and leave them in the optimizer."""
-        # Returns the mean loss of the share in fp32. The gradients are already averaged over the ranks.
-        # Seeds of (seed, step, rank), so that dropout needs no saved state.
+        """Leave the scaled gradients of this rank's share of the batch in the optimizer, averaged over the ranks."""
+        # Returns the mean loss of the share in fp32. Seeds of (seed, step, rank): dropout needs no saved state.
         entropy = [self.config.run.seed, self.step, *([self.layout.seed] if self.layout.seed else [])]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
         total = torch.zeros((), device=self._device)
@@ -371,7 +347,6 @@ class Trainer:
             return self.task.logits(self.layout.forward, inputs, **self.layout.positions(inputs))
 
     def evaluate(self) -> dict[str, float | None]:
-        """The metrics on held-out data by name, the same on every rank; {} if there is none."""
         measure = partial(evaluate, self.task, self.model, self.layout, self.ranks, self.loss, between=self.between)
         with self._autocast():
             metrics = measure(fp8=self.in_fp8)
@@ -408,19 +383,15 @@ class Trainer:
         return self._non_finite_error(self.step + 1, problem, location)
 
     def _non_finite_error(self, step: int, problem: str, origin: str) -> NonFiniteError:
-        return NonFiniteError(
-            f"step {step}: {problem}; first value that is not finite: {origin}", step=step, origin=origin
-        )
+        message = f"step {step}: {problem}; first value that is not finite: {origin}"
+        return NonFiniteError(message, step=step, origin=origin)
 
 
 def compiles_blocks(config: TrainConfig, model: nn.Module) -> bool:
-    """Return whether the blocks of a run compile on a GPU."""
     return config.run.compile != "none" and not config.uncompilable and bool(find_blocks(model))
 
 
-MIN_FUSED_NUMEL = 1 << 22
-"""Elements of a micro-batch's hidden states from which the GPU, and not the host, sets the pace of eager blocks: fused
-kernels then save time (docs/performance.md)."""
+MIN_FUSED_NUMEL = 1 << 22  # Elements of hidden states from which fused kernels save time (docs/performance.md)
 
 
 def with_activations(config: TrainConfig, model: nn.Module, tokens: int, *, gpu: bool) -> TrainConfig:
