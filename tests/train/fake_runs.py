@@ -16,7 +16,6 @@ precision = {{level = "{level}", recipe = "rowwise"}}
 
 
 def result(arm="bf16", tail=3.0, **changes):
-    """A finished run's summary."""
     fields = {
         "name": "demo", "precision": arm, "device": "cpu", "steps": 100, "tokens": 25600, "parameters": 1_000_000,
         "losses": Losses(first=8.3, final=tail + 0.1, tail_mean=tail),
@@ -52,7 +51,7 @@ def folder(path, arm="bf16", *, steps=100, shift=0.0, lr=3e-3, **changes):
     path.mkdir(parents=True)
     lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in rows]
     (path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
-    level = "bf16" if arm == "bf16" else arm.split()[0]
+    level = arm.split()[0]
     config = CONFIG.format(name=arm, steps=steps, out=path.as_posix(), lr=lr, level=level)
     (path / "config.toml").write_text(config, encoding="utf-8")
     fields = StepTotals(rows).fields()

@@ -62,7 +62,6 @@ class Curve:
 
 
 def trained(config):
-    """What the trainer makes of a configuration."""
     trainer = Trainer(config, load(config), torch.device("cpu"))
     curve = Curve(start=_copy(dict(trainer.model.named_parameters())))
     for _ in range(config.run.steps):
@@ -89,9 +88,8 @@ def reference(config, noise=0.0, seed=0):
             head.mul_(1 + noise * torch.randn(head.shape, generator=torch.Generator().manual_seed(seed)))
     named = dict(model.named_parameters())
     keeps_masters = precision.parameters != "fp32" and config.resolved.master != "none"
-    masters = (
-        {name: p.detach().float().clone().requires_grad_() for name, p in named.items()} if keeps_masters else named
-    )
+    copies = {name: p.detach().float().clone().requires_grad_() for name, p in named.items()}
+    masters = copies if keeps_masters else named
     if "fp8" in (config.resolved.matmul, config.resolved.activations):
         convert(model, precision=config.resolved, verbose=False)
     decayed = [p for name, p in masters.items() if not NOT_DECAYED.search(name)]

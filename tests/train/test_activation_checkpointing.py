@@ -22,18 +22,13 @@ def gradients(trainer):
     return {name: param.grad for name, param in trainer.model.named_parameters() if param.grad is not None}
 
 
+PRECISIONS = [{}, {"parameters": "fp32"}, {"level": "fp8"}, {"level": "fp8", "recipe": "rowwise_hp_wgrad"}]
+PRECISIONS += [{"model": GPT2}]  # dropout: the recomputation has to draw the same
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize(
-    "precision",
-    [
-        {},
-        {"parameters": "fp32"},
-        {"level": "fp8"},
-        {"level": "fp8", "recipe": "rowwise_hp_wgrad"},
-        {"model": GPT2},  # dropout: the recomputation has to draw the same
-    ],
-)
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 def test_gradients_are_bitwise_those_without(mode, precision, make_config):
     plain = gradients(make_trainer(make_config, "none", **precision))
     recomputed = gradients(make_trainer(make_config, mode, **precision))

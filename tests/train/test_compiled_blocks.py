@@ -60,7 +60,6 @@ def both(make_config, tmp_path):
 
 
 def compiled(recorder):
-    """The numbers of graphs in the notes of a run."""
     notes = " ".join(note for note in recorder.notes if "graphs of blocks" in note)
     return [int(number) for number in re.findall(r"graphs of blocks compiled: (\d+)", notes)]
 
@@ -114,19 +113,17 @@ def test_a_moved_layer_compiles_its_block_again(make_config, tmp_path):
 
 def test_a_graph_break_of_the_conversion_is_an_error(make_config, tmp_path, monkeypatch):
     module = import_module("octavo.nn.linear")
-    monkeypatch.setattr(module, "linear", breaking(module.linear))
-    config = make_config(precision={"level": "fp8"}, run={"compile": "blocks"})
-    with pytest.raises(ConfigError, match=r'LlamaDecoderLayer compiles unconverted.*test_compiled_blocks.py:.*"none"'):
-        run(config, out=tmp_path / "run")
+    function = module.linear
 
-
-def breaking(function):
     def broken(*args):
         if not SWITCH.off:
             torch._dynamo.graph_break()
         return function(*args)
 
-    return broken
+    monkeypatch.setattr(module, "linear", broken)
+    config = make_config(precision={"level": "fp8"}, run={"compile": "blocks"})
+    with pytest.raises(ConfigError, match=r'LlamaDecoderLayer compiles unconverted.*test_compiled_blocks.py:.*"none"'):
+        run(config, out=tmp_path / "run")
 
 
 @pytest.mark.thorough
@@ -247,7 +244,6 @@ def gradients_and_saved_bytes(model, context=nullcontext):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_of_families_save_what_eager_ones_do(family, aot):
-    """The study `families` of docs/log.md has more recipes."""
     torch.manual_seed(0)
     fields = FAMILIES[family] if family == "gpt2" else SIZES | FAMILIES[family]
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
@@ -255,9 +251,7 @@ def test_blocks_of_families_save_what_eager_ones_do(family, aot):
     compiled = deepcopy(eager)
     blocks = CompiledBlocks(compiled, "blocks", torch.device("cpu"))
     blocks.compile()
-    (gradients, saved), (expected, eager_bytes) = (
-        gradients_and_saved_bytes(compiled, blocks.one_pass), gradients_and_saved_bytes(eager),
-    )  # fmt: skip
-    truth, _ = gradients_and_saved_bytes(plain)
+    gradients, saved = gradients_and_saved_bytes(compiled, blocks.one_pass)
+    (expected, eager_bytes), (truth, _) = map(gradients_and_saved_bytes, (eager, plain))
     assert blocks.graphs == 1 and not blocks.reason and saved <= 1.05 * eager_bytes
     assert min(sqnr(t, gradients[n]) - sqnr(t, expected[n]) for n, t in truth.items()) > -1

@@ -14,7 +14,6 @@ from octavo.train.ranks import Ranks
 
 
 def write_lines(folder, lines, name="a"):
-    """A document a line."""
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     return str(path)
@@ -97,7 +96,6 @@ def test_mistakes(lines, settings, message, make_config, tmp_path):
 
 
 def expected_loss(model, held_out, rows):
-    """Mean cross-entropy of the first rows, in one batch."""
     inputs, targets = held_out.batch(0, 0, rows)
     with torch.no_grad():
         logits = model(input_ids=inputs).logits.float()

@@ -28,7 +28,6 @@ LASTING = tuple(range(22, 22 + steps_in_a_row(16)))  # Batches after which a ris
 
 
 def wobble(number):
-    """A loss that falls slowly, and up and down by 2 %."""
     return (4.0 - 0.01 * number) * (1 + 0.02 * math.sin(7 * number))
 
 
@@ -36,8 +35,8 @@ def test_a_rollback_killed_while_it_removes_a_checkpoint_leaves_no_partial_one(t
     for number in (5, 10):
         folder = tmp_path / "checkpoints" / f"step-{number:06}"
         folder.mkdir(parents=True)
-        (folder / "trainer.json").write_text("{}")
-        (folder / "model.safetensors").write_text("")
+        for name in ("trainer.json", "model.safetensors"):
+            (folder / name).touch()
 
     def killed(path):
         (Path(path) / "trainer.json").unlink()
@@ -75,9 +74,6 @@ def recognized(rows, guard=None):
     return None
 
 
-# --- what a spike is ---
-
-
 @pytest.mark.parametrize("factors", [(2.5, 1.0), (1.4, 10.0), (1.4, 0.1), (1e30, 1.0)])
 def test_a_rise_that_lasts_and_damages_is_a_spike(factors):
     rows = [(3.0 * factors[0], factors[1])] * 9
@@ -85,19 +81,12 @@ def test_a_rise_that_lasts_and_damages_is_a_spike(factors):
     assert recognized([(3.0, 1.0), *rows]) == (5, 2)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [(3.0, 1.0)] * 200,
-        [(1e30, 1e30)] * 3 + [(3.0, 1.0)] * 9,  # over before it lasts
-        [(3.6, 1.0)] * 200,  # a step of a curriculum
-        [(3.6, 10.0)] * 200,
-        [(4.6, 1.5)] * 200,
-        [(3.0, 100.0)] * 200,  # the gradient norm alone
-        [(9.0, 1.0), (3.0, 1.0)] * 99,  # hard batches among the others
-        [(0.1, 1.0)] * 200,
-    ],
-)
+# Steps of a curriculum among them, and the gradient norm alone
+STEADY = [(3.0, 1.0), (3.6, 1.0), (3.6, 10.0), (4.6, 1.5), (3.0, 100.0), (0.1, 1.0)]
+OVER, AMONG_OTHERS = [(1e30, 1e30)] * 3 + [(3.0, 1.0)] * 9, [(9.0, 1.0), (3.0, 1.0)] * 99
+
+
+@pytest.mark.parametrize("rows", [OVER, AMONG_OTHERS, *([row] * 200 for row in STEADY)])
 def test_what_is_none(rows):
     assert recognized(rows) is None
 
@@ -158,9 +147,6 @@ def test_the_way_back_is_before_the_rise_and_further_if_it_comes_back(tmp_path):
     assert guard.checkpoint_before(tmp_path, spike(90, 94)).name == "step-000020"  # another one, long after
 
 
-# --- a run ---
-
-
 def test_a_run_goes_back_and_around(make_config, tmp_path):
     config, recorder = make_config(**GUARDED), Recorder()
     with harder(*LASTING):
@@ -218,14 +204,12 @@ def test_a_rollback_is_counted_once_however_often_the_run_is_killed(make_config,
 
 @pytest.mark.thorough
 def test_what_is_not_finite_is_a_spike_too_until_it_has_gone_back_enough(make_config, tmp_path, monkeypatch):
-    from octavo.train.trainer import Trainer
-
     take, failing = Trainer.forward_backward, {12}
-    monkeypatch.setattr(
-        Trainer,
-        "forward_backward",
-        lambda self, *batch: take(self, *batch) * (math.nan if self.step + self.skipped_batches in failing else 1),
-    )
+
+    def spoiled(self, *batch):
+        return take(self, *batch) * (math.nan if self.step + self.skipped_batches in failing else 1)
+
+    monkeypatch.setattr(Trainer, "forward_backward", spoiled)
     run(make_config(**GUARDED), out=tmp_path / "once")
     (event,) = read_events(tmp_path / "once")
     assert "step 13: the loss is nan" in event["text"] and "without the 3 batches" in event["text"]

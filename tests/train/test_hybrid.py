@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_ranks import copied, job, losses, mistakes_job, same, slow, state
+from test_ranks import checkpoints_through, job, losses, mistakes_job, same, slow, state
 from tiny_runs import GPT2, MIXTRAL, PIPELINE, Recorder, load
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from octavo.parallel.pipeline_model import SCHEDULES, check_pipeline_model, divide, stages_of
 from octavo.train import ConfigError, parse_config, read_metrics, run
@@ -144,36 +145,14 @@ def test_losses_are_those_of_one_process(gloo, settings, lines, tmp_path, name):
         assert row == pytest.approx(expected, rel=case.losses)
 
 
-# --- checkpoints ---
-
-
-def checkpoints_through(gloo, made, folder, layouts):
-    """Train on TP2 × FSDP2, and take the checkpoint through layouts: not a bit changes."""
-    gloo.run(job, 4, made, str(folder / "run"), timeout=300.0)
-    last = checkpoints(folder / "run")[-1]
-    expected = state(made, last)
-    assert sum(name.startswith("optimizer.") for name in expected) > 20
-    for number, (world, parallel) in enumerate(layouts):
-        out, there = folder / str(number), made | {"parallel": parallel}
-        if world == 1:
-            copied(there, last, out)
-        else:
-            gloo.run(copied, world, there, str(last), str(out), timeout=300.0)
-        last = checkpoints(out)[-1]
-        assert same(state(made, last), expected)
-    return expected
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [{"level": "fp8"}, EVERYTHING], ids=str)
 def test_checkpoints_go_to_any_layout(gloo, settings, tmp_path, precision):
-    """TP2 × FSDP2 → four shards → one process → … → a pipeline → one process."""
-    first = settings(run={"steps": 3}, precision=precision, parallel={"tp": 2}, optim={"micro_batches": 2})
-    first["model"]["config"] = PIPELINE
+    made = settings(run={"steps": 3}, precision=precision, parallel={"tp": 2}, optim={"micro_batches": 2})
+    made["model"]["config"] = PIPELINE
     tp, cp, pp = {"tp": 2}, {"cp": 2}, {"pp": 2}
-    checkpoints_through(
-        gloo, first, tmp_path, [(4, {}), (1, {}), (2, tp), (2, cp), (1, {}), (2, pp), (4, pp | tp), (1, {})]
-    )
+    layouts = [(4, {}), (1, {}), (2, tp), (2, cp), (1, {}), (2, pp), (4, pp | tp), (1, {})]
+    checkpoints_through(gloo, made, tmp_path, layouts)
 
 
 @pytest.mark.thorough
@@ -212,9 +191,6 @@ def test_ranks_share_batches_and_tokens(gloo, settings):
             assert torch.equal(inputs, own[0].chunk(2, 1)[part] if in_parts else own[0])
 
 
-# --- pipelines ---
-
-
 @pytest.mark.thorough
 def test_exact_messages_and_statistics_of_all_stages(gloo, settings, tmp_path):
     exact = {"precision": {"level": "fp8", "parameters": "fp32"}, "optim": {"micro_batches": 2}}
@@ -241,7 +217,6 @@ MLP = "model.layers.{}.mlp"
 
 
 def outlier_channels(module, args):
-    """Channels of X beside which the others underflow."""
     scale = torch.full((args[0].shape[-1],), 1e-4, dtype=args[0].dtype)
     scale[5] = 1e3
     return args[0] * scale
@@ -263,7 +238,6 @@ def piloted_job(tables, out, resume=False):
 
 
 def moves(out):
-    """Layer and recipes of the autopilot's moves."""
     texts = [event["text"] for event in read_events(out) if event["event"] == "move"]
     return sorted(tuple(text.split(": ")[1:3]) for text in texts)
 
@@ -287,19 +261,13 @@ def poisoned_job(tables, out, layer, backward):
     return error.value.origin
 
 
+INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B"}
+POISONED = [(layer, layer == 2, parallel) for parallel in ({"pp": 2}, INTERLEAVED) for layer in (1, 2)]
+POISONED += [(1, backward, {"tp": 2}) for backward in (False, True)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layer", "backward", "parallel"),
-    [
-        (1, False, {"pp": 2}),
-        (2, True, {"pp": 2}),
-        (1, False, {"pp": 2, "schedule": "Interleaved1F1B"}),
-        (2, True, {"pp": 2, "schedule": "Interleaved1F1B"}),
-        (1, False, {"tp": 2}),
-        (1, True, {"tp": 2}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("layer", "backward", "parallel"), POISONED, ids=str)
 def test_the_origin_of_a_nan(gloo, settings, tmp_path, layer, backward, parallel):
     """Other stages get it in messages, and the first of them sees it among the first values that it looks at."""
     name = f"model.layers.{layer}.mlp.up_proj"
@@ -330,8 +298,6 @@ def test_blocks_are_divided_evenly():
     ],
 )
 def test_models_that_are_no_pipeline(family, changes, message):
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
     config = CONFIG_MAPPING[family](vocab_size=64, **(MIXTRAL | {"tie_word_embeddings": False} | changes))
     model = AutoModelForCausalLM.from_config(config)
     before = model.state_dict().keys()
@@ -341,8 +307,6 @@ def test_models_that_are_no_pipeline(family, changes, message):
 
 
 def test_blocks_that_pass_on_more_than_hidden_states():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **PIPELINE))
     check_pipeline_model(model, 2)
     seen = []
@@ -352,25 +316,18 @@ def test_blocks_that_pass_on_more_than_hidden_states():
         check_pipeline_model(model, 2)
 
 
-# --- mistakes ---
+DDP = {"dp_replicate": 2, "dp_shard": 1}
+WRONG = [
+    ({"tp": 2, "cp": 2}, "not supported together"), ({"tp": 2, "ep": 2}, "not supported together"),
+    ({"ep": 2, "dp_replicate": 2}, "leave dp_replicate out"), ({"pp": 2, "cp": 2}, "leave ep and cp out"),
+    ({"tp": 2} | DDP, "does not join DDP"), ({"pp": 2} | DDP, "does not join DDP"),
+    ({"pp": 2, "schedule": "1f1b"}, "parallel.schedule: should be .*'1f1b'"),
+    ({"pp": 2, "schedule": "ZBVZeroBubble"}, "set parallel.reshard_after_forward = false"),
+    ({"tensor_parallel": 2}, "unknown key parallel.tensor_parallel"), ({"tp": 0}, "greater than or equal to 1"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ({"tp": 2, "cp": 2}, "not supported together"),
-        ({"tp": 2, "ep": 2}, "not supported together"),
-        ({"ep": 2, "dp_replicate": 2}, "leave dp_replicate out"),
-        ({"tp": 2, "dp_replicate": 2, "dp_shard": 1}, "does not join DDP"),
-        ({"pp": 2, "cp": 2}, "leave ep and cp out"),
-        ({"pp": 2, "dp_replicate": 2, "dp_shard": 1}, "does not join DDP"),
-        ({"pp": 2, "schedule": "1f1b"}, "parallel.schedule: should be .*'1f1b'"),
-        ({"pp": 2, "schedule": "ZBVZeroBubble"}, "set parallel.reshard_after_forward = false"),
-        ({"tensor_parallel": 2}, "unknown key parallel.tensor_parallel"),
-        ({"tp": 0}, "greater than or equal to 1"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("parallel", "message"), WRONG, ids=str)
 def test_mistakes_in_the_configuration(settings, parallel, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(settings(parallel=parallel))
@@ -446,7 +403,7 @@ def stage_job(tables, out):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Exception) as error:
         if dist.get_rank() == 1:
             patch.setattr(LlamaMLP, "forward", fails["forward"])
-        run(parse_config(tables), out=Path(out))
+        job(tables, out)
     return type(error.value).__name__, str(error.value), *getattr(error.value, "__notes__", ())
 
 

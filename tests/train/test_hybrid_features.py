@@ -18,7 +18,7 @@ from tiny_runs import MIXTRAL, PIPELINE
 from octavo.parallel.combinations import ZERO_BUBBLE
 from octavo.parallel.pipeline_model import SCHEDULES
 from octavo.tensor import local_tensor
-from octavo.train import ConfigError, parse_config, read_metrics, run
+from octavo.train import ConfigError, parse_config, read_metrics
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.data.corpus import Corpus
 from octavo.train.ranks import LostRankError
@@ -33,8 +33,6 @@ MESHES = LAYOUTS | {"ep": (2, {"ep": 2}), "ep-fsdp": (4, {"ep": 2})}
 
 @pytest.fixture
 def dropping(settings):
-    """A run of a model with dropout on a mesh."""
-
     def make(layout, attention=0.1, **sections):
         parallel = MESHES[layout][1]
         sections["optim"] = {"micro_batches": 2} | sections.get("optim", {})
@@ -71,7 +69,6 @@ def test_checkpointing_recomputes_with_the_same_dropout(gloo, dropping, tmp_path
     ("layout", "schedule"), [*(("pp", name) for name in SCHEDULES), ("pp-fsdp", "1F1B"), ("pp-tp", "1F1B")]
 )
 def test_the_stages_of_a_pipeline_evaluate(gloo, dropping, tmp_path, layout, schedule):
-    """Losses of held-out text are those of one process, and training is bitwise that without them."""
     world, parts = MESHES[layout][0], {"micro_batches": 4, "batch": 8, "ema": 0.9}
     made = dropping(layout, optim=parts, precision={"level": "fp8"}, run={"steps": 4})
     made["parallel"] |= {"schedule": schedule, "reshard_after_forward": schedule not in ZERO_BUBBLE}
@@ -93,7 +90,6 @@ def test_the_stages_of_a_pipeline_evaluate(gloo, dropping, tmp_path, layout, sch
 @pytest.mark.parametrize("name", ["tp", "pp", "cp", "ep"])
 @pytest.mark.parametrize("data", ['packing = "documents"', 'packing = "none"', 'format = "messages"'])
 def test_targets_that_do_not_count_need_data_parallelism(settings, name, data):
-    """On every rank alike: before any of them starts."""
     made = settings(optim={"micro_batches": 2})
     made |= {"parallel": {name: 2}, "data": made["data"] | tomllib.loads(data)}
     with pytest.raises(ConfigError, match=f"data.{data} with parallel.{name} = 2: only data parallelism"):
@@ -101,31 +97,25 @@ def test_targets_that_do_not_count_need_data_parallelism(settings, name, data):
 
 
 def spoiled_job(tables, out):
-    """A run whose loss is three times larger on the batches of a spike."""
     take = Trainer.forward_backward
 
     def spoiled(self, *batch):
         return take(self, *batch) * (3.0 if self.step + self.skipped_batches in LASTING else 1.0)
 
     with mock.patch.object(Trainer, "forward_backward", spoiled):
-        run(parse_config(tables), out=Path(out))
+        job(tables, out)
 
 
 def without_job(tables, out, first, count):
-    """A run whose data never had the batches of the spike."""
     batch = Corpus.batch
-
-    def without(self, seed, step, size):
-        return batch(self, seed, step + (count if step >= first else 0), size)
-
+    without = lambda self, seed, step, size: batch(self, seed, step + (count if step >= first else 0), size)  # noqa: E731
     with mock.patch.object(Corpus, "batch", without):
-        run(parse_config(tables), out=Path(out))
+        job(tables, out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp", "tp-whole", "pp", "pp-tp", "cp", "ep"])
 def test_all_ranks_roll_back_after_a_spike(gloo, settings, tmp_path, layout):
-    """To the checkpoint before it, and on as if its batches had never been, bit for bit."""
     world, parallel = MESHES[layout]
     guarded = GUARDED | {"optim": GUARDED["optim"] | {"micro_batches": 2}}
     made = settings(parallel=parallel, **guarded)
@@ -161,9 +151,8 @@ def test_the_autopilot_equalizes_layers(gloo, settings, tmp_path, layout):
 def test_statistics_of_the_first_step_of_a_pipeline(gloo, settings, tmp_path, layout, recipe):
     """torch infers shapes in it, on uninitialized memory."""
     world, parallel = LAYOUTS[layout]
-    precision = {"level": "fp8", "recipe": recipe}
-    made = settings(inspect={"every": 1}, precision=precision, parallel=parallel, run={"steps": 3},
-                    optim={"micro_batches": 2})  # fmt: skip
+    shared = {"inspect": {"every": 1}, "run": {"steps": 3}, "optim": {"micro_batches": 2}}
+    made = settings(precision={"level": "fp8", "recipe": recipe}, parallel=parallel, **shared)
     gloo.run(job, world, made, str(tmp_path / "ranks"))
     job(made | {"parallel": {}}, tmp_path / "one")
     assert not read_events(tmp_path / "ranks")
@@ -193,7 +182,7 @@ def killed_job(tables, out, step):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(LostRankError) as error:
         patch.setattr(Trainer, "train_step", killed_step)
-        run(parse_config(tables), out=Path(out))
+        job(tables, out)
     Path(f"{out}-{dist.get_rank()}").write_text(str(error.value))
     os._exit(1)  # as a process does whose training raises
 
@@ -217,16 +206,13 @@ def test_a_rank_that_is_killed(gloo, settings, tmp_path, monkeypatch, mesh):
 
 
 def overflowing_job(tables, out, step, rank):
-    """A run of which one rank's layers make an infinity in a step; losses, and parameters that this rank then has."""
+    """A run of which one rank's layers make an infinity in a step; whether its parameters are then as before."""
     train_step, kept = Trainer.train_step, []
-
-    def spoil(module, args, y):
-        return y + torch.inf
 
     def spoiled_step(self):
         spoils, own = self.step == step and self.ranks.rank == rank, dict(self.model.named_modules())
         layers = [layer for name, layer in own.items() if name.endswith("self_attn.o_proj")]
-        hooks = [layer.register_forward_hook(spoil) for layer in layers[:spoils]]
+        hooks = [layer.register_forward_hook(lambda module, args, y: y + torch.inf) for layer in layers[:spoils]]
         before = [local_tensor(p).clone() for p in self.model.parameters()]
         row = train_step(self)
         if self.step == step + 1:
@@ -237,7 +223,7 @@ def overflowing_job(tables, out, step, rank):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "train_step", spoiled_step)
-        run(parse_config(tables), out=Path(out))
+        job(tables, out)
     return kept
 
 
@@ -266,7 +252,7 @@ def reduced_nan_job(tables, out, step):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "forward_backward", spoiled)
-        skipped = run(parse_config(tables), out=Path(out)).skipped_steps
+        skipped = job(tables, out).skipped_steps
     return skipped, [p.detach().clone() for p in models[0].parameters()]
 
 

@@ -58,7 +58,6 @@ class Recording(Timeline):
 
 
 def measured(tables):
-    """Bytes of parameters, states and most activations of this rank, and what it sends."""
     config, device = parse_config(tables), torch.device("cpu")
     rank = torch.distributed.get_rank()
     ranks = Ranks(device, rank, torch.distributed.get_world_size(), rank)
@@ -106,9 +105,7 @@ def test_what_a_rank_holds_and_sends(gloo, settings, layout):
     if layout == "tp-fsdp":  # gradients are scattered in backward
         assert sent["reduce-scatter", False] == predicted[0]["reduce-scatter", False]
     if "pp" in parallel:
-        ahead = {"pp": 1, "pp-interleaved": 3, "pp-tp": 1, "pp-fsdp": 1}[
-            layout
-        ]  # messages of rank 0 for each micro-batch
+        ahead = 3 if layout == "pp-interleaved" else 1  # messages of rank 0 for each micro-batch
         assert real[0][3] == 4 * ahead * plan.stage_message
     if layout == "pp-tp":
         of_rank = [sum(sizes.values()) for sizes in (sent, predicted[0])]
@@ -171,7 +168,6 @@ def test_equal_stages_are_traced_once(settings, monkeypatch):
 @pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.slow
 def test_first_blocks_that_differ_are_traced_once(settings, gpus):
-    """Three dense blocks before four with experts, sharded or not."""
     tables = settings(optim={"batch": 16, "micro_batches": 2})
     tables["model"] = {"type": "deepseek_v3", "config": DEEPSEEK}
     plan = plan_configured(parse_config(tables), gpu="h100", gpus=gpus).memory

@@ -17,23 +17,14 @@ SHAPE = {
 WITHOUT_HEAD_DIM = {key: value for key, value in SHAPE.items() if key != "head_dim"}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+SMALL = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
+DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 MODELS = {
     "cohere": (WITHOUT_HEAD_DIM | {"logit_scale": 1.0, "num_hidden_layers": 4}, {"pp": 2, "tp": 2}),
     "mixtral": (SHAPE | EXPERTS, {"ep": 2}),
-    "qwen3_moe": (
-        WITHOUT_HEAD_DIM | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
-        {"tp": 2},
-    ),
-    "deepseek_v3": (
-        WITHOUT_HEAD_DIM
-        | LATENT
-        | {
-            "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
-            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-        },
-        {"ep": 2},
-    ),
-}  # fmt: skip
+    "qwen3_moe": (WITHOUT_HEAD_DIM | SMALL | {"num_experts": 4}, {"tp": 2}),
+    "deepseek_v3": (WITHOUT_HEAD_DIM | LATENT | SMALL | DEEPSEEK, {"ep": 2}),
+}
 STEPS, SEEDS = 200, (1, 2, 3)
 
 
@@ -48,13 +39,11 @@ def tables(family, seed, cache, level="bf16", parallel=None):
 
 
 def job(tables, out):
-    """A run in minutes on CPUs without bf16 instructions too."""
     with Float32Products():
         return plain_job(tables, out)
 
 
 def final(out):
-    """Mean loss of the last 20 steps."""
     values = losses(out)
     assert len(values) == STEPS
     return sum(values[-20:]) / 20
@@ -68,9 +57,7 @@ def test_fp8_on_a_hybrid_mesh_is_within_the_noise_of_seeds(gloo, tmp_path, famil
     for seed in SEEDS:
         job(tables(family, seed, cache), tmp_path / f"bf16-{seed}")
         plain[seed] = final(tmp_path / f"bf16-{seed}")
-    results = gloo.run(
-        job, 4, tables(family, 1, cache, "fp8", parallel), str(tmp_path / "fp8"), timeout=3000
-    )  # fmt: skip
+    results = gloo.run(job, 4, tables(family, 1, cache, "fp8", parallel), str(tmp_path / "fp8"), timeout=3000)
     spread = max(plain.values()) - min(plain.values())
     gap = final(tmp_path / "fp8") - plain[1]
     share = int(results[0].converted.split("% of the matrix weights")[0].rpartition("(")[2])

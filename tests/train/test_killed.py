@@ -68,9 +68,7 @@ def killed_at(point, number, after):
 
     def counted(*args, **options):
         calls.append(args)
-        if len(calls) == number and not after:
-            raise Killed
-        result = function(*args, **options)
+        result = None if len(calls) == number and not after else function(*args, **options)
         if len(calls) == number:
             raise Killed
         return result
@@ -81,14 +79,12 @@ def killed_at(point, number, after):
 
 @contextmanager
 def half_removed():
-    """Die in the middle of the first removal of a checkpoint, and in no other removal of this process."""
     with mock.patch.object(retention, "shutil", SimpleNamespace(rmtree=remove_half)):
         yield []
 
 
 @contextmanager
 def faults():
-    """Spikes in `BAD` batches, moves before and in them; overflows in `OVERFLOWS` of fp16."""
     loss, act = Trainer.loss, Autopilot.act
 
     def spoiled(trainer, *batch):

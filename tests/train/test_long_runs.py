@@ -27,20 +27,13 @@ def steps_of(out):
     return [int(path.name.removeprefix("step-")) for path in checkpoints(out)]
 
 
-# --- which checkpoints stay ---
+RETENTIONS = [  # Newest, every, best
+    ((2,), [60, 70]), ((1, 30), [30, 60, 70]), ((1, 0, 1), [20, 70]), ((1, 0, 3), [20, 40, 50, 70]),
+    ((1, 30, 2), [20, 30, 40, 60, 70]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("retention", "left"),
-    [
-        ({"newest": 2}, [60, 70]),
-        ({"newest": 1, "every": 30}, [30, 60, 70]),
-        ({"newest": 1, "best": 1}, [20, 70]),
-        ({"newest": 1, "best": 3}, [20, 40, 50, 70]),
-        ({"newest": 1, "every": 30, "best": 2}, [20, 30, 40, 60, 70]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("retention", "left"), RETENTIONS, ids=str)
 def test_which_checkpoints_stay(retention, left, tmp_path):
     losses = {10: 9.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.0, 60: "damaged", 70: 8.0}
     for step, loss in losses.items():
@@ -48,7 +41,7 @@ def test_which_checkpoints_stay(retention, left, tmp_path):
         folder.mkdir(parents=True)
         text = "{" if loss == "damaged" else json.dumps({} if loss is None else {"held_out_loss": loss})
         (folder / "trainer.json").write_text(text)
-    obsolete = {int(path.name.removeprefix("step-")) for path in obsolete_checkpoints(tmp_path, **retention)}
+    obsolete = {int(path.name.removeprefix("step-")) for path in obsolete_checkpoints(tmp_path, *retention)}
     assert sorted(set(losses) - obsolete) == left
 
 
@@ -69,8 +62,6 @@ def test_a_run_keeps_its_best_and_every_nth_checkpoint(make_config, tmp_path, mo
     assert steps_of(tmp_path / "chosen") == [2, 3, 5, 6, 8]
 
 
-# --- restarts ---
-
 ENDS = """
 import json, os, sys
 out, ends = sys.argv[1], json.loads(sys.argv[2])
@@ -83,20 +74,13 @@ os.kill(os.getpid(), -end) if end < 0 else sys.exit(end)
 """
 
 
-@pytest.mark.parametrize(
-    ("ends", "code", "calls"),
-    [
-        ([0], 0, 1),
-        ([-9, 0], 0, 2),
-        ([-11, 70, 0], 0, 3),
-        ([-9, -9, -9, -9], 137, 3),
-        ([70, 70, 70, 70], 70, 3),
-        ([2], 2, 1),
-        ([1], 1, 1),
-        ([-9, 2], 2, 2),
-    ],
-    ids=str,
-)
+EXITS = [  # How processes end, the exit code and the number of processes
+    ([0], 0, 1), ([1], 1, 1), ([2], 2, 1), ([-9, 0], 0, 2), ([-9, 2], 2, 2), ([-11, 70, 0], 0, 3), ([70] * 4, 70, 3),
+    ([-9] * 4, 137, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ends", "code", "calls"), EXITS, ids=str)
 def test_a_crashed_run_is_restarted(ends, code, calls, tmp_path):
     notes = []
     command = [sys.executable, "-c", ENDS, str(tmp_path), json.dumps(ends)]
@@ -187,8 +171,6 @@ def test_kills_at_random_steps_leave_the_losses_of_an_undisturbed_run(make_confi
     assert [event["event"] for event in read_events(out)].count(RESTART) == 6
     assert steps_of(out) == steps_of(tmp_path / "whole")
 
-
-# --- memory ---
 
 MEASURE = """
 import json, sys

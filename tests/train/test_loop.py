@@ -23,35 +23,27 @@ def test_a_run_learns_and_leaves_everything(make_config, tmp_path):
     seen = Recorder()
     config = make_config(run={"steps": 60, "name": "tiny"}, optim={"batch": 8})
     result = run(config, out=tmp_path / "out", progress=seen)
-    assert result.losses is not None
-    assert 5.5 < result.losses.first < 6.0  # ln 300 = 5.7
-    assert result.losses.tail_mean < 4.0
+    assert 5.5 < result.losses.first < 6.0 and result.losses.tail_mean < 4.0  # ln 300 = 5.7
     assert (result.name, result.precision, result.device, result.stopped) == ("tiny", "bf16", "cpu", "done")
     assert (result.steps, result.tokens, result.skipped_steps) == (60, 60 * 8 * 16, 0)
     assert result.parameters == 300 * 32 * 2 + 3 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 32) + 32
     assert set(result.versions) == {"octavo", "torch", "transformers", "python"}
     assert result.converted == ""
     rows = read_metrics(tmp_path / "out")
-    assert rows == seen.rows
-    assert [row.step for row in rows] == list(range(1, 61))
-    assert rows[-1].tokens == result.tokens
+    assert rows == seen.rows and [row.step for row in rows] == list(range(1, 61))
+    assert rows[-1].tokens == result.tokens and result.losses.final == rows[-1].loss
     assert result.wall_s == pytest.approx(sum(row.step_s for row in rows))
-    assert result.losses.final == rows[-1].loss
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "checkpoints", "config.toml", "metrics.jsonl", "run.json", "setup.json", "tensorboard", "tokenizer.json",
-    }  # fmt: skip
+    names = {"checkpoints", "config.toml", "metrics.jsonl", "run.json", "setup.json", "tensorboard", "tokenizer.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert RunResult.read(tmp_path / "out") == result
     assert load_config(tmp_path / "out" / "config.toml") == config
 
 
 def test_mistakes_leave_a_folder_usable(make_config, tmp_path):
     out = tmp_path / "out"
-    for sections in (
-        {"data": {"source": "nothing-*.txt"}},
-        {"model": {"type": "lama"}},
-        {"data": {"sequence_length": 64, "source": str(tmp_path / "a.txt")}},
-    ):
-        (tmp_path / "a.txt").write_text("short")
+    (tmp_path / "a.txt").write_text("short")
+    short = {"sequence_length": 64, "source": str(tmp_path / "a.txt")}
+    for sections in ({"data": {"source": "nothing-*.txt"}}, {"model": {"type": "lama"}}, {"data": short}):
         seen = Recorder()
         with pytest.raises(ConfigError):
             run(make_config(**sections), out=out, progress=seen)
@@ -115,16 +107,15 @@ def test_kept_weights_are_quantized_once_per_step_and_change_no_loss(make_config
 
 
 def test_a_loss_scale_of_a_power_of_two_changes_nothing(make_config, tmp_path):
-    for name, scale in (("none", "none"), ("fixed", 1024.0)):
-        run(make_config(precision={"loss_scale": scale}), out=tmp_path / name)
-    none, fixed = (read_metrics(tmp_path / name) for name in ("none", "fixed"))
-    assert [(row.loss, row.grad_norm) for row in none] == [(row.loss, row.grad_norm) for row in fixed]
-    assert {row.loss_scale for row in none} == {None}
-    assert {row.loss_scale for row in fixed} == {1024.0}
+    rows = {}
+    for scale in ("none", 1024.0):
+        run(make_config(precision={"loss_scale": scale}), out=tmp_path / str(scale))
+        rows[scale] = [(row.loss, row.grad_norm) for row in read_metrics(tmp_path / str(scale))]
+        assert {row.loss_scale for row in read_metrics(tmp_path / str(scale))} == {None if scale == "none" else scale}
+    assert rows["none"] == rows[1024.0]
 
 
 def spoil(monkeypatch, name, steps, factor):
-    """Multiplies the output of the module `name` by `factor` in the given steps (0, 1, …)."""
     make = Trainer.__init__
 
     def init(self, *args, **options):
@@ -140,24 +131,17 @@ def spoil(monkeypatch, name, steps, factor):
 
 def test_overflow_under_dynamic_scaling_skips_the_step_and_says_so(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**22)  # gradients of fp16 end at 65504: it has to come down
-    config = make_config(
-        run={"steps": 30}, precision={"parameters": "fp16", "loss_scale": "dynamic"}, optim={"lr": 3e-3}
-    )
-    seen = Recorder()
+    precision, seen = {"parameters": "fp16", "loss_scale": "dynamic"}, Recorder()
+    config = make_config(run={"steps": 30}, precision=precision, optim={"lr": 3e-3})
     result = run(config, out=tmp_path, progress=seen)
     skipped = [row for row in seen.rows if row.skipped]
-    assert result.skipped_steps == len(skipped) > 0
-    assert result.steps == 30
-    assert seen.rows[:2] == skipped[:2]
-    assert skipped[0].loss_scale == 2.0**22
-    assert skipped[0].grad_norm is None
+    assert result.skipped_steps == len(skipped) > 0 and result.steps == 30
+    assert seen.rows[:2] == skipped[:2] and (skipped[0].loss_scale, skipped[0].grad_norm) == (2.0**22, None)
     for row, following in pairwise(seen.rows):
         assert following.loss_scale == (row.loss_scale / 2 if row.skipped else row.loss_scale)
     notes = [note for note in seen.notes if "skipped" in note]
     assert notes[0].startswith("step 1 skipped: the gradient overflowed at loss scale 4.1943e+06 (next 2.09")
-    assert len(notes) == len(skipped)
-    assert not seen.rows[-1].skipped
-    assert result.losses is not None
+    assert len(notes) == len(skipped) and not seen.rows[-1].skipped
     assert result.losses.final < result.losses.first
 
 
@@ -205,15 +189,14 @@ def test_a_failure_leaves_the_checkpoints_before_it(make_config, tmp_path, monke
 
 
 def test_weights_that_have_diverged_are_nothing_to_go_on_from(make_config, tmp_path):
-    with pytest.raises(NonFiniteError, match="No checkpoint was saved: run anew") as caught:
-        run(make_config(optim={"lr": 1e30, "warmup": 0, "clip": 0.0}), out=tmp_path / "a")
-    assert "optim.weight_decay" in str(caught.value) and not (tmp_path / "a" / "checkpoints").exists()
-    with pytest.raises(NonFiniteError, match="No checkpoint is left") as caught:
-        run(make_config(optim={"lr": 1e30, "warmup": 0, "clip": 0.0}, run={"save_every": 1}), out=tmp_path / "b")
-    assert "the weights of" in str(caught.value) and "step-000001 have diverged. Run anew" in str(caught.value)
-    assert advice([Path("a")], [Path("b")], PrecisionConfig(), converted=False, scales_loss=False).startswith(
-        "Remove b, whose weights have diverged, and resume a (--resume) with a lower optim.lr"
-    )
+    diverging = {"lr": 1e30, "warmup": 0, "clip": 0.0}
+    with pytest.raises(NonFiniteError, match="No checkpoint was saved: run anew .*optim.weight_decay"):
+        run(make_config(optim=diverging), out=tmp_path / "a")
+    assert not (tmp_path / "a" / "checkpoints").exists()
+    with pytest.raises(NonFiniteError, match="No checkpoint is left.* weights of .*01 have diverged. Run anew"):
+        run(make_config(optim=diverging, run={"save_every": 1}), out=tmp_path / "b")
+    text = advice([Path("a")], [Path("b")], PrecisionConfig(), converted=False, scales_loss=False)
+    assert text.startswith("Remove b, whose weights have diverged, and resume a (--resume) with a lower optim.lr")
 
 
 def test_a_non_finite_gradient_stops_with_the_layer_named(make_config, tmp_path, monkeypatch):
@@ -232,10 +215,10 @@ def test_a_non_finite_gradient_stops_with_the_layer_named(make_config, tmp_path,
 
 def test_parameters_that_are_not_finite_are_not_saved(make_config, tmp_path):
     config = make_config(optim={"lr": 1e39, "schedule": "constant", "warmup": 0}, run={"save_every": 1})
-    with pytest.raises(NonFiniteError, match=r"step 1: its update was not finite; .* parameter model\.") as caught:
+    message = r"step 1: its update was not finite; .* parameter model\..*No checkpoint was saved: run anew with a lower"
+    with pytest.raises(NonFiniteError, match=message) as caught:
         run(config, out=tmp_path)
     assert caught.value.step == 1
-    assert "No checkpoint was saved: run anew with a lower optim.lr" in str(caught.value)
     assert latest_checkpoint(tmp_path) is None
     assert RunResult.read(tmp_path).stopped == "non-finite"
 

@@ -79,15 +79,11 @@ def test_the_scale_before_the_skipped_steps_comes_back():
     assert twin.value == INITIAL_SCALE
 
 
-# --- a scale that fell for another reason than the range of the gradients ---
-
-
 def skipped_under(fails, steps, scale):
     """Counts `steps` steps that overflow where `fails(step, scale)`. Returns how many were skipped."""
     skips = 0
     for step in range(steps):
-        overflow = fails(step, scale.value)
-        skips += overflow
+        skips += (overflow := fails(step, scale.value))
         scale.update(overflow=overflow)
         twin = LossScale("dynamic")
         twin.load_state_dict(json.loads(json.dumps(scale.state_dict())))
@@ -95,20 +91,14 @@ def skipped_under(fails, steps, scale):
     return skips
 
 
-@pytest.mark.parametrize(
-    "faulty",
-    [
-        range(9),
-        range(36),
-        range(MAX_SKIPS),
-        {*range(36), *range(37, 43)},  # back for a while, just when the scale is on trial
-        {*range(20), *range(21, 41), *range(42, 62)},
-        range(0, 120, 2),  # every other step
-        {step for step in range(120) if step % 3},
-        {*range(0, 60, 2), *range(60, 90)},
-    ],
-    ids=str,
-)
+FAULTS = [
+    range(9), range(36), range(MAX_SKIPS), range(0, 120, 2), {step for step in range(120) if step % 3},
+    {*range(36), *range(37, 43)},  # back for a while, just when the scale is on trial
+    {*range(20), *range(21, 41), *range(42, 62)}, {*range(0, 60, 2), *range(60, 90)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("faulty", FAULTS, ids=str)
 def test_a_fault_that_has_passed_leaves_a_scale_as_before(faulty):
     scale, faults = LossScale("dynamic"), {100 + step for step in faulty}
     assert skipped_under(lambda step, _: step in faults, 100 + max(faulty) + 4, scale) == len(faults)
@@ -152,7 +142,6 @@ def test_zeros_alone_restore_a_scale_that_fell_and_no_other():
 
 
 def spoiled(overflowing, vanishing=()):
-    """The gradients of some steps overflow and those of others vanish, the losses do not."""
     loss = Trainer.loss
 
     def factor(step):
@@ -162,7 +151,6 @@ def spoiled(overflowing, vanishing=()):
 
 
 def learned(rows):
-    """Whether the loss has fallen since before the faults."""
     before, after = rows[9].loss, rows[-1].loss
     return before is not None and after is not None and after < 0.9 * before
 
@@ -189,7 +177,6 @@ def test_a_run_learns_again_after_a_fault(faults, make_config, tmp_path):
 
 @pytest.mark.thorough
 def test_a_run_that_stops_can_be_resumed(make_config, tmp_path):
-    """At overflows, and at zeros, whatever the scale is by then."""
     config = make_config(**FP16, run={"steps": 70, "save_every": 20})
     with spoiled(range(10, 70)), pytest.raises(NonFiniteError, match="--resume"):
         run(config, out=tmp_path / "overflow")

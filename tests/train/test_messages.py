@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from itertools import chain
 from pathlib import Path
 
 import datasets
@@ -47,6 +48,7 @@ def conversation(number, turns=2):
     return messages
 
 
+WITH_MASK = {"return_dict": True, "return_assistant_tokens_mask": True}
 CONVERSATIONS = [conversation(number, 1 + number % 3) for number in range(40)]
 
 
@@ -81,9 +83,7 @@ def test_ids_and_masks_are_those_of_transformers(template, tokenizer):
     rows = chat.encode([conversation_text("", messages) for messages in CONVERSATIONS])
     for messages, (ids, mask) in zip(CONVERSATIONS, rows, strict=True):
         tagged = TAGGED if template == UNTAGGED else template  # without tags Transformers has no mask
-        expected = theirs.apply_chat_template(
-            messages, chat_template=tagged, return_dict=True, return_assistant_tokens_mask=True
-        )
+        expected = theirs.apply_chat_template(messages, chat_template=tagged, **WITH_MASK)
         assert ids == expected["input_ids"]
         assert mask is not None and mask.tolist() == [bool(mark) for mark in expected["assistant_masks"]]
         answers = [theirs.decode(ids[start:stop]) for start, stop in runs(mask.tolist())]
@@ -105,9 +105,8 @@ def test_a_template_without_a_generation_prompt(tokenizer):
 
 @pytest.mark.parametrize("answer", ["a", "assistant", "|", "<|user|>", "the leaf"])
 def test_an_answer_that_also_occurs_in_what_comes_before_it(answer, tokenizer):
-    chat = Chat(
-        load_tokenizer(tokenizer), "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}|{% endfor %}", "assistant"
-    )
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}|{% endfor %}"
+    chat = Chat(load_tokenizer(tokenizer), template, "assistant")
     messages = [{"role": "user", "content": "the leaf"}, {"role": "assistant", "content": answer}]
     assert learned(chat, {"messages": messages * 2}) == [f"{answer}|"] * 2
 
@@ -134,22 +133,16 @@ def test_the_loss_is_the_cross_entropy_of_the_assistant(packing, make_config, ch
     trainer = Trainer(config, data, torch.device("cpu"))
     model = trainer.model.eval()
     theirs, total, count = AutoTokenizer.from_pretrained(str(tokenizer)), 0.0, 0
+    rows = [theirs.apply_chat_template(messages, **WITH_MASK) for messages in CONVERSATIONS]
+    pairs = [(row["input_ids"], row["assistant_masks"]) for row in rows]
+    if packing == "stream":
+        pairs = [tuple(list(chain.from_iterable(lists))[:4001] for lists in zip(*pairs, strict=True))]
     with torch.no_grad():
-        stream, marks = [], []
-        for messages in CONVERSATIONS:
-            row = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-            stream += row["input_ids"]
-            marks += row["assistant_masks"]
-            if packing != "stream":
-                ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["assistant_masks"]).bool()
-                logits = model(input_ids=ids[None]).logits[0, :-1].float()
-                total += F.cross_entropy(logits[mask[1:]], ids[1:][mask[1:]], reduction="sum").item()
-                count += int(mask[1:].sum())
-        if packing == "stream":
-            ids, mask = torch.tensor(stream[:4001]), torch.tensor(marks[:4001]).bool()
+        for ids, mask in pairs:
+            ids, mask = torch.tensor(ids), torch.tensor(mask).bool()
             logits = model(input_ids=ids[None, :-1]).logits[0].float()
-            total = F.cross_entropy(logits[mask[1:]], ids[1:][mask[1:]], reduction="sum").item()
-            count = int(mask[1:].sum())
+            total += F.cross_entropy(logits[mask[1:]], ids[1:][mask[1:]], reduction="sum").item()
+            count += int(mask[1:].sum())
         ours, ours_count = 0.0, 0
         for step in range(data.windows):
             inputs, targets = data.batch(3, step, 1)
@@ -271,7 +264,6 @@ CALLS = LISTED + UNTAGGED.replace("{{ m.content }}<|im_end|>{% else", (
 
 
 def learned(chat, row, where="a.jsonl, line 1"):
-    """The texts of a row that are targets."""
     ((ids, mask),) = chat.encode([conversation_text(where, row["messages"], row.get("tools"))])
     return [chat.tokenizer.decode(ids[start:stop]) for start, stop in runs(mask.tolist())]
 
@@ -291,13 +283,9 @@ def test_tool_calls_of_every_form_are_those_of_transformers(form, make_config, c
     for call, arguments in zip(calls, ({"city": "Paris"}, {"day": 1}, {}), strict=True):
         call["arguments"] = arguments  # in a table, each has the keys of all
     theirs = AutoTokenizer.from_pretrained(str(tokenizer))
-    expected = [
-        theirs.apply_chat_template(
-            row["messages"], tools=row["tools"], chat_template=PLAIN_TEMPLATE, return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        for row in [json.loads(json.dumps(row).replace('"content": null', '"content": ""')) for row in rows]
-    ]  # fmt: skip
+    whole = [json.loads(json.dumps(row).replace('"content": null', '"content": ""')) for row in rows]
+    own = {"chat_template": PLAIN_TEMPLATE, **WITH_MASK}
+    expected = [theirs.apply_chat_template(row["messages"], tools=row["tools"], **own) for row in whole]
     source = tmp_path / ("a.jsonl" if form in ("jsonl", "text") else "a.parquet")
     texts = [{key: json.dumps(value) for key, value in row.items()} for row in rows]
     if source.suffix == ".jsonl":

@@ -37,7 +37,6 @@ def tokenizer(tmp_path):
 
 @pytest.fixture
 def files(tmp_path, tokenizer):
-    """Two folders: .jsonl in two files, and .parquet with row groups."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     for number in range(2):
@@ -59,7 +58,6 @@ STREAMED = {"streaming": True, "chunk_bytes": 2000}
 
 
 def one_of(files, number=0):
-    """One of the sources."""
     return {**files, "sources": [], "source": files["sources"][number]["source"]}
 
 
@@ -140,14 +138,12 @@ def test_bitwise_resume_in_the_middle_of_a_streamed_mixed_epoch(make_config, fil
     run(config, out=tmp_path / "cut", resume=True)
     assert_same(tmp_path / "whole", tmp_path / "cut")
     chunks = json.loads((tmp_path / "cut/checkpoints/step-000012/data.json").read_text())["chunks"]
-    assert len(chunks) == 2
-    assert len(tokenized) < 2 + sum(map(len, chunks.values()))  # not those that are behind
+    assert len(chunks) == 2 and len(tokenized) < 2 + sum(map(len, chunks.values()))  # not those that are behind
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_other_numbers_of_ranks_see_the_same_documents(gloo, make_config, files, tmp_path):
-    """A streamed mixture begun by one process, gone on with by two, and again by one."""
     optim = {"schedule": "constant", "warmup": 0}  # whatever the number of steps
     config = make_config(data=files | STREAMED, run={"steps": 9}, optim=optim, precision={"parameters": "fp32"})
     tables = config.model_dump(exclude_none=True)
@@ -299,22 +295,18 @@ def test_documents_that_are_also_evaluated_on_count_once_and_from_the_first_chun
         assert notes[-1] == "5 documents trained on so far are also evaluated on", notes
 
 
-def test_a_chunk_whose_rows_have_no_text(make_config, files, tmp_path):
+def test_a_chunk_whose_rows_have_no_text_and_a_parquet_file_without_the_column(make_config, files, tmp_path):
     lines = "".join(json.dumps({"title": text}) + "\n" for text in rows_of(90, 1))
     (tmp_path / "a" / "1.jsonl").write_text(lines)
     one = one_of(files) | {"shuffle": False} | STREAMED
     data = load(make_config(data=one))
     rows = [data.row(0, sample)[0] for sample in range(3 * data.windows)]
     assert len(data._rows) == len(data._chunks) and torch.equal(rows[0], rows[data.windows])
-    with pytest.raises(ConfigError, match='no field "txt".*set data.text_field'):
-        load(make_config(data=one | {"text_field": "txt"}))
-
-
-def test_a_parquet_file_without_the_column_is_found_before_the_first_step(make_config, files, tmp_path):
     datasets.Dataset.from_dict({"title": rows_of(9, 7)}).to_parquet(tmp_path / "b" / "y.parquet")
-    one = one_of(files, 1) | STREAMED
-    with pytest.raises(ConfigError, match='no field "text"'):
-        load(make_config(data=one))
+    wrong = {'"txt".*set data.text_field': one | {"text_field": "txt"}, '"text"': one_of(files, 1) | STREAMED}
+    for name, settings_of_data in wrong.items():
+        with pytest.raises(ConfigError, match=f"no field {name}"):
+            load(make_config(data=settings_of_data))
 
 
 def test_held_out_documents_of_each_source(make_config, files):

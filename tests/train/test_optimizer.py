@@ -1,4 +1,5 @@
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -33,6 +34,12 @@ def make_model(dtype):
     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(dtype)
 
 
+def make_optimizer(states, model, optim, master):
+    if states == "fp8":
+        return Fp8StateOptimizer(model, optim, states="fp8", master=None)
+    return MasterWeightOptimizer(model, optim, master=master)
+
+
 def backward(model, seed, factor=1.0):
     dtype = next(model.parameters()).dtype
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -43,11 +50,8 @@ def backward(model, seed, factor=1.0):
 def test_masters_follow_fp32_adamw_and_parameters_are_rounded_from_them(dtype):
     model, shadow = make_model(dtype), make_model(dtype).float()
     optimizer = MasterWeightOptimizer(model, OPTIM, master=True)
-    decayed = [param for param in shadow.parameters() if param.dim() >= 2]
-    plain = [param for param in shadow.parameters() if param.dim() < 2]
-    reference = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.95)
-    )
+    groups = [{"params": [p], "weight_decay": 0.1 if p.dim() >= 2 else 0.0} for p in shadow.parameters()]
+    reference = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
     for step in range(20):
         backward(model, step)
         for param, twin in zip(model.parameters(), shadow.parameters(), strict=True):
@@ -56,8 +60,6 @@ def test_masters_follow_fp32_adamw_and_parameters_are_rounded_from_them(dtype):
         assert all(param.grad is None for param in model.parameters())
         optimizer.step(1e-3, optimizer.gradient_norm(1.0))
         optimizer.zero_grad()
-        for group in reference.param_groups:
-            group["lr"] = 1e-3
         reference.step()
         masters = optimizer.state_dict()["masters"]
         for (name, param), twin in zip(model.named_parameters(), shadow.parameters(), strict=True):
@@ -87,11 +89,7 @@ class Odd(nn.Module):
 def test_weight_decay_goes_by_what_a_parameter_is(states):
     model = Odd()
     assert decayed_parameters(model) == {"gate_up_proj", "embedding.weight", "out.weight"}
-    optim = Optim(lr=0.1, weight_decay=0.5, clip=0.0)
-    optimizer = (
-        MasterWeightOptimizer(model, optim, master=True) if states == "fp32"
-        else Fp8StateOptimizer(model, optim, states="fp8", master=None)
-    )  # fmt: skip
+    optimizer = make_optimizer(states, model, Optim(lr=0.1, weight_decay=0.5, clip=0.0), master=True)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
@@ -178,8 +176,6 @@ def test_summands_of_ranks_add_up_in_fp32():
 
 
 class Operations(TorchDispatchMode):
-    """The names of the operations inside."""
-
     def __init__(self):
         super().__init__()
         self.names = set()
@@ -245,26 +241,24 @@ def rates(steps, **keys):
     return [learning_rate(optim, step, steps) for step in range(steps)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("cosine", {10: 2.0, 60: 1.1, 109: 0.2}),
-        ("linear", {10: 2.0, 35: 1.55, 85: 0.65}),
-        ("wsd", {10: 2.0, 88: 2.0, 99: 1.1}),
-        ("constant", {10: 2.0, 109: 2.0}),
-    ],
-)
-def test_learning_rates(schedule, expected):
+RATES = {
+    "cosine": {10: 2.0, 60: 1.1, 109: 0.2}, "linear": {10: 2.0, 35: 1.55, 85: 0.65}, "wsd": {10: 2.0, 88: 2.0, 99: 1.1},
+    "constant": {10: 2.0, 109: 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", RATES)
+def test_learning_rates(schedule):
+    expected = RATES[schedule]
     curve = rates(110, schedule=schedule, warmup=10, **({"decay": 0.2} if schedule == "wsd" else {}))
     assert curve[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
     assert {step: curve[step] for step in expected} == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
-@pytest.mark.parametrize("warmup", [0, 1, 3, 50])
-@pytest.mark.parametrize("steps", [1, 2, 7])
-def test_rates_stay_in_range(schedule, warmup, steps):
-    assert all(0 < rate <= 2.0 for rate in rates(steps, schedule=schedule, warmup=warmup))
+def test_rates_stay_in_range(schedule):
+    for warmup, steps in product((0, 1, 3, 50), (1, 2, 7)):
+        assert all(0 < rate <= 2.0 for rate in rates(steps, schedule=schedule, warmup=warmup))
 
 
 class Model(nn.Module):
@@ -314,25 +308,17 @@ def test_a_pattern_that_matches_nothing(groups, message):
 
 @pytest.mark.parametrize("states", ["fp32", "fp8"])
 def test_a_step_equals_that_of_an_optimizer_with_these_settings(states):
-    def make(model, section):
-        if states == "fp32":
-            return MasterWeightOptimizer(model, section, master=False)
-        return Fp8StateOptimizer(model, section, states="fp8", master=None)
-
-    own = {"lr": 1e-3, "weight_decay": 0.3}
-    grouped, slow, fast = Model(), Model(), Model()
-    optimizers = (
-        make(grouped, optim({"match": "layers.1.weight"} | own, clip=0.0)),
-        make(slow, optim(**own, clip=0.0)),
-        make(fast, optim(clip=0.0)),
-    )
+    own, models = {"lr": 1e-3, "weight_decay": 0.3}, (Model(), Model(), Model())
+    settings = (optim({"match": "layers.1.weight"} | own, clip=0.0), optim(**own, clip=0.0), optim(clip=0.0))
+    pairs = zip(models, settings, strict=True)
+    optimizers = [make_optimizer(states, model, section, master=False) for model, section in pairs]
     for number in range(3):
-        for model, optimizer, lr in zip((grouped, slow, fast), optimizers, (1e-2, 1e-3, 1e-2), strict=True):
+        for model, optimizer, lr in zip(models, optimizers, (1e-2, 1e-3, 1e-2), strict=True):
             torch.manual_seed(number)
             for param in model.parameters():
                 param.grad = torch.randn_like(param)
             optimizer.step(lr / (number + 1), torch.ones(()))  # as a schedule does
-    weights = [dict(model.named_parameters()) for model in (grouped, slow, fast)]
+    weights = [dict(model.named_parameters()) for model in models]
     for name, param in weights[0].items():
         if name != "layers.1.weight":
             assert torch.equal(param, weights[2][name]), name
@@ -403,11 +389,8 @@ def test_evaluation_and_export_of_the_average(make_config, tmp_path):
     rows = [read_metrics(tmp_path / name) for name in ("plain", "run")]
     assert [row.loss for row in rows[0]] == [row.loss for row in rows[1]]  # training does not change
     last = rows[1][-1].held_out
-    assert last is not None and list(last) == ["loss", "loss_high_precision", "loss_ema"]
-    assert last["loss"] != last["loss_ema"]
-    checkpoint = latest_checkpoint(tmp_path / "run")
-    assert checkpoint is not None
-    export(checkpoint, tmp_path / "exported", ema=True)
+    assert list(last) == ["loss", "loss_high_precision", "loss_ema"] and last["loss"] != last["loss_ema"]
+    export(latest_checkpoint(tmp_path / "run"), tmp_path / "exported", ema=True)
     weights, average = load_file(tmp_path / "exported" / "model.safetensors"), saved(tmp_path / "run")
     assert len(weights) > 10
     for name, value in weights.items():
@@ -415,11 +398,9 @@ def test_evaluation_and_export_of_the_average(make_config, tmp_path):
     start = {"model": {"path": str(tmp_path / "exported")}, "optim": {"lr": 1e-30}, "precision": level}
     run(make_config(**start, run={"steps": 3}, eval={"fraction": 0.3}), out=tmp_path / "again")
     measured = read_metrics(tmp_path / "again")[-1].held_out
-    assert measured is not None and measured["loss"] == pytest.approx(last["loss_ema"], abs=1e-4)
-    plain = latest_checkpoint(tmp_path / "plain")
-    assert plain is not None
+    assert measured["loss"] == pytest.approx(last["loss_ema"], abs=1e-4)
     with pytest.raises(ConfigError, match="has no averaged weights: train with optim.ema"):
-        export(plain, tmp_path / "none", ema=True)
+        export(latest_checkpoint(tmp_path / "plain"), tmp_path / "none", ema=True)
     with pytest.raises(ConfigError, match="eval.ema measures averaged weights, and there are none"):
         make_config(eval={"ema": True})
     with pytest.raises(ConfigError, match=r"another run: there optim.ema = 0.9, here unset"):

@@ -4,8 +4,8 @@ import os
 import resource
 import signal
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -44,9 +44,6 @@ def timed_error(function, *args, **options):
     return "", time.monotonic() - start
 
 
-# --- ranks that do not train the same ---
-
-
 def differing_job(by_rank, out):
     return timed_error(job, by_rank[dist.get_rank()], out)[0]
 
@@ -76,18 +73,14 @@ def slow_job(settings, out):
     """The first rank takes longer to make the data ready than ranks wait for each other in a step."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     seconds = 4 if dist.get_rank() == 0 else 0
-    with mock.patch.object(
-        language_module, "load_corpus", side_effect=lambda *args: (time.sleep(seconds), load_corpus(*args))[1]
-    ):
+    slowly = lambda *args: (time.sleep(seconds), load_corpus(*args))[1]  # noqa: E731
+    with mock.patch.object(language_module, "load_corpus", side_effect=slowly):
         return job(settings, out).steps
 
 
 @pytest.mark.thorough
 def test_data_may_take_longer_than_a_step(gloo, tables, tmp_path):
     assert gloo.run(slow_job, 2, tables(run={"steps": 3}), str(tmp_path / "out")) == [3, 3]
-
-
-# --- disks ---
 
 
 PLACES = {
@@ -125,7 +118,6 @@ def test_what_fails_on_the_first_rank_ends_all(gloo, tables, tmp_path, place, er
 
 @contextmanager
 def full_disk(after):
-    """Files end after so many bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (after, before[1]))
     try:
@@ -141,10 +133,8 @@ def full_job(settings, out, full):
         trainer = Trainer(config, load(config), ranks.device, ranks=ranks)
         for step in range(2):
             trainer.train_step()
-            if step and ranks.rank in full:
-                with full_disk(20_000 if ranks.is_main else 4_000):
-                    message = timed_error(lambda: (trainer.save(Path(out)), trainer.saver.finish()))[0]
-            else:
+            small = full_disk(20_000 if ranks.is_main else 4_000) if step and ranks.rank in full else nullcontext()
+            with small:
                 message = timed_error(lambda: (trainer.save(Path(out)), trainer.saver.finish()))[0]
     return message
 
@@ -170,7 +160,6 @@ def test_a_full_disk_of_one_process(tables, tmp_path):
 
 
 def elsewhere_job(settings, out):
-    """The second rank writes on a disk of its own."""
     writer = shards_module.FileSystemWriter
 
     def written(folder, **options):
@@ -188,9 +177,6 @@ def test_a_folder_that_machines_do_not_share(gloo, tables, tmp_path):
     assert not checkpoints(tmp_path / "out")
 
 
-# --- checkpoints ---
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("parallel", [{}, {"reshard_after_forward": False}], ids=str)
 def test_one_rank_with_its_states_in_host_memory(gloo, tables, tmp_path, parallel):
@@ -203,15 +189,13 @@ def test_one_rank_with_its_states_in_host_memory(gloo, tables, tmp_path, paralle
 
 
 def damaged_job(settings, folder):
-    """A checkpoint that one rank cannot read."""
     config = parse_config(settings)
     broken = mock.patch.object(ranks_module, "_mapped", side_effect=ConfigError("invalid header"))
     with join_ranks(config) as ranks:
         trainer = Trainer(config, load(config), ranks.device, ranks=ranks)
+        state = trainer.model, trainer.optimizer, trainer.loss_scale
         with broken if ranks.rank == 1 else nullcontext():
-            return timed_error(
-                load_checkpoint, Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks
-            )
+            return timed_error(load_checkpoint, Path(folder), *state, ranks)
 
 
 def test_a_checkpoint_that_one_rank_cannot_read(gloo, tables, tmp_path):
@@ -241,12 +225,8 @@ def test_a_lost_rank_is_neither_a_damaged_checkpoint_nor_a_bad_model(gloo, table
     assert "AssertionError: LostRankError: rank 0: another rank has ended" in str(failed.value)
 
 
-# --- torchrun ---
-
-
 @pytest.fixture
 def launcher(monkeypatch):
-    """torchrun's store and the variables it sets, for one process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -306,18 +286,10 @@ def test_attempts_do_not_meet_the_dead(tmp_path):
     names = []
     for order in ((1, 2, 0), (0, 2, 1)):
         store.set("octavo/asks/1", "dead")
-        ports = {}
-        threads = [
-            threading.Thread(target=lambda r=r, f=ports: f.update({r: _attempt_prefix(store, r, 3, 20.0)}))
-            for r in order
-        ]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.1)
-        for thread in threads:
-            thread.join()
-        assert len(set(ports.values())) == 1 and len(ports) == 3
-        names.append(ports[0])
+        with ThreadPoolExecutor(3) as pool:
+            found = [(pool.submit(_attempt_prefix, store, rank, 3, 20.0), time.sleep(0.1))[0] for rank in order]
+        (name,) = {future.result() for future in found}
+        names.append(name)
     assert names[0] != names[1]
     with pytest.raises(RuntimeError, match="ranks 1, 2, 3, 4 and 1 more did not come"):
         _attempt_prefix(dist.HashStore(), 0, 6, 0.1)

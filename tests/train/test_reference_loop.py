@@ -40,7 +40,6 @@ def config_of(make_config, family, run, steps=20):
 
 
 def update_error(ours, plain):
-    """Difference of the weights, as a share of how far they have moved."""
     names = list(plain.weights)
     difference = torch.cat([(ours.weights[name] - plain.weights[name]).flatten() for name in names])
     moved = torch.cat([(plain.weights[name] - plain.start[name]).flatten() for name in names])
@@ -48,7 +47,6 @@ def update_error(ours, plain):
 
 
 def distances(curve, other):
-    """Largest difference of their losses, and largest relative difference of their gradient norms."""
     losses = [abs(a - b) for a, b in zip(curve.losses, other.losses, strict=True)]
     return max(losses), max(abs(a / b - 1) for a, b in zip(curve.norms, other.norms, strict=True))
 
@@ -85,9 +83,7 @@ def test_whole_logits_are_those_of_a_plain_loop(family, make_config):
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_a_routers_loss_in_chunks_is_that_of_a_plain_loop(run, make_config):
-    """Nearer than plain loops are to each other whose heads differ by 2e-3, half a bf16 step: other experts are
-    selected.
-    """
+    """Nearer than plain loops are to each other whose heads differ by half a bf16 step: other experts are selected."""
     config = config_of(make_config, "mixtral", RUNS[run])
     plain = reference(config)
     others = [reference(config, noise=2e-3, seed=seed) for seed in range(4)]
@@ -103,11 +99,7 @@ def test_what_a_model_adds_to_its_loss_is_trained_on(family, field, make_config)
     for coefficient in (0.0, 0.25):
         config = config_of(make_config, family, {"precision": FP32})
         model = config.model.model_copy(update={"config": config.model.config | {field: coefficient}})
-        trainer = Trainer(
-            config.model_copy(update={"model": model}),
-            load(config),
-            torch.device("cpu"),
-        )
+        trainer = Trainer(config.model_copy(update={"model": model}), load(config), torch.device("cpu"))
         losses.append(trainer.train_step().loss)
         notes.append(trainer.loss_note)
     assert losses[0] is not None and losses[1] is not None and losses[1] > losses[0] + 0.3

@@ -22,7 +22,6 @@ BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num
 
 @pytest.fixture
 def checkpoint(make_config, tmp_path):
-    """A local fp32 checkpoint with its tokenizer."""
     config = make_config(precision={"parameters": "fp32"})
     tokenizer = load(config).tokenizer
     model = build_model(config, tokenizer)

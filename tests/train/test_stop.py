@@ -10,8 +10,6 @@ from octavo.train import evaluation, loop, read_metrics, run, signals, trainer
 
 
 class Calls:
-    """Counts calls of a function, and sends SIGTERM in one of them."""
-
     def __init__(self, function, at):
         self._function, self._at, self.count = function, at, 0
 

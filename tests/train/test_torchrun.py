@@ -22,8 +22,6 @@ PATIENCE = 240.0  # Seconds that anything here may take, on a busy machine
 
 
 class Launched:
-    """torchrun with its workers."""
-
     def __init__(self, config, out, *options, ranks=2, restarts=0, command="train"):
         self.log = out.parent / f"{out.name}.log"
         self._file = self.log.open("w")
@@ -47,11 +45,9 @@ class Launched:
 
     @property
     def pid(self):
-        """Of torchrun itself."""
         return self._process.pid
 
     def workers(self):
-        """Process ids of the ranks that run."""
         pids = []
         for entry in Path("/proc").iterdir():
             try:
@@ -72,7 +68,6 @@ class Launched:
         return value
 
     def ended(self):
-        """The exit code."""
         return self._process.wait(PATIENCE)
 
     def text(self):
@@ -89,8 +84,6 @@ def losses(out):
 
 @pytest.fixture
 def written(make_config, tmp_path):
-    """The file of a run of two processes."""
-
     def write(**sections):
         config = make_config(**{"optim": {"batch": 8}, "precision": {"level": "fp8+activations+optimizer"}} | sections)
         tables = config.model_dump(exclude_none=True) | {"parallel": {"fp8_comm": "gather", "timeout": 60.0}}
@@ -147,7 +140,6 @@ def test_twenty_kills(written, tmp_path):
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_sigterm_saves_and_one_process_goes_on(written, tmp_path):
-    """As a scheduler stops a job: to torchrun and to its workers."""
     config, parsed = written(run={"steps": 400})
     with Launched(config, tmp_path / "two") as launched:
         launched.until(lambda: steps_of(tmp_path / "two") >= 3)
@@ -172,12 +164,9 @@ def test_an_unreachable_rendezvous(written, tmp_path, rank):
         unused.bind(("127.0.0.1", 0))
         port = str(unused.getsockname()[1])
     here = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [
-        sys.executable, "-m", "octavo", "train", str(config), "parallel.timeout=2", "--out", str(tmp_path / "out"),
-    ]  # fmt: skip
-    result = subprocess.run(
-        command, env=os.environ | here, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    options = ["parallel.timeout=2", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "octavo", "train", str(config), *options]
+    result = subprocess.run(command, env=os.environ | here, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 2, result.stderr
     assert f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}" in result.stderr
     assert "Traceback" not in result.stderr

@@ -35,8 +35,6 @@ PIPELINE = WIDE_LLAMA | {"num_hidden_layers": 4, "tie_word_embeddings": False}
 
 
 class Recorder(NullProgress):
-    """Keeps what a run tells."""
-
     def __init__(self):
         self.notes = []
         self.rows = []
@@ -62,8 +60,6 @@ GPT2 = {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_p
 
 
 class At(Recorder):
-    """Does something once a step has finished."""
-
     def __init__(self, step, action):
         super().__init__()
         self._at = step
@@ -76,17 +72,14 @@ class At(Recorder):
 
 
 def job(tables, out, resume=False):
-    """One rank of a run."""
     return run(parse_config(tables), out=Path(out), resume=resume)
 
 
 def load(config, progress=None):
-    """The text of a run."""
     return load_corpus(config.data, config.model, progress or NullProgress(), config.eval)
 
 
 def make_trainer(config):
-    """A trainer of this process alone."""
     return Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
 
 
@@ -110,7 +103,6 @@ def terminate():
 
 
 def saved(out):
-    """Everything in the newest checkpoint, flat."""
     folder = latest_checkpoint(out)
     assert folder is not None
     optimizer = torch.load(folder / "optimizer.pt", weights_only=True)
