@@ -148,7 +148,7 @@ class Trainer:
         self.saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
     def train_step(self) -> StepMetrics:
-        # Raises NonFiniteError, with the loss scale before skipped steps, and StopRequested; the state is that before it.
+        # Raises NonFiniteError, with the loss scale before skipped steps, or StopRequested; the state is that before.
         start = time.perf_counter()
         config, (inputs, targets) = self.config, self._batch(self.step)
         autopilot_state = self.pilot.state_dict() if self.pilot is not None else {}
