@@ -97,13 +97,10 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml, overrides, asked):
         ("lr=1", r'override "lr=1": write section.key=value'),
         ("run.steps.x=1", r"steps is a value, not a table"),
         ("data.source=~nouser/x", r"data.source: there is no home folder for ~nouser/x"),
-        ("data.vocab_size=99999999999", r"data.vocab_size: should be less than or equal to 1048576"),
-        (f"run.steps={'1' * 5000}", r"run.steps: should be a valid integer"),
         *((f"{key}={10**30}", rf"{key}: should be less than or equal to 2147483647, got 1000") for key in LARGE),
         ("optim.batch=1000000000", r"optim.batch = 1000000000 .*_length = 8 are 8,000,000,000 tokens .* lower either"),
         ("data.sequence_length=1000000000", r"_length = 1000000000 are 8,000,000,000 tokens a step.*1,073,741,824"),
         ("optim.micro_batches=1000000000", r"optim.batch = 8 cannot be cut into 1000000000 equal micro-batches"),
-        ("data.cache_gib=1e308", r"data.cache_gib: should be less than or equal to 1000000000"),
     ],
 )  # fmt: skip
 def test_each_mistake_is_one_clear_line(toml, override, message):
@@ -127,7 +124,6 @@ def test_each_mistake_is_one_clear_line(toml, override, message):
         ("optim.lr=1e-3]\nx = [1", "something follows it"),
         ("optim.lr=", "optim.lr: should be a valid number, got ''"),
         ("model.config.x={a = [nan]}", "model.config.x.a: expected a number, a string"),
-        ("run.steps=" + "[" * 3000, "run.steps: should be a valid integer"),
     ],
 )
 def test_an_override_is_one_value(toml, override, message):

@@ -129,7 +129,6 @@ def launch(config, out):
             for run_pid in runs:
                 os.kill(run_pid, signal.SIGKILL)
             process.wait()
-        assert process.stdout is not None
         process.stdout.close()
 
 

@@ -38,24 +38,16 @@ def test_scales_after_sequences_of_steps(mode, sequence, value):
     assert (scale.value, scale.active) == (value, mode != "none")
 
 
-def test_exhausted_by_overflows_in_a_row():
-    for mode in ("dynamic", 2.0):
-        scale = LossScale(mode)
-        for _ in range(MAX_SKIPS):
-            scale.update(overflow=True)
+@pytest.mark.parametrize(("mode", "finite"), [("dynamic", True), (2.0, True), ("dynamic", False)])
+def test_exhausted_by_overflows_in_a_row(mode, finite):
+    scale = LossScale(mode)
+    for overflows in (MAX_SKIPS, MAX_SKIPS + 1):
         assert not scale.exhausted
         scale.update(overflow=False)
-        for _ in range(MAX_SKIPS + 1):
+        for _ in range(overflows):
             assert not scale.exhausted
-            scale.update(overflow=True)
-        assert scale.exhausted
-
-
-def test_a_loss_that_is_not_finite_is_no_overflow():
-    scale = LossScale("dynamic")
-    for _ in range(MAX_SKIPS + 1):
-        scale.update(overflow=True, loss_is_finite=False)
-    assert scale.value == INITIAL_SCALE and scale.exhausted
+            scale.update(overflow=True, loss_is_finite=finite)
+    assert scale.exhausted and (finite or scale.value == INITIAL_SCALE)  # a loss that is not finite is no overflow
 
 
 def test_the_scale_before_the_skipped_steps_comes_back():

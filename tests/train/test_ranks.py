@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import octavo.comm
 from octavo.train import ConfigError, parse_config, read_metrics, run
+from octavo.train import ranks as ranks_module
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.shards import state_of
 from octavo.train.checkpoint.store import load_checkpoint, read_trainer_state
@@ -277,7 +278,9 @@ def test_a_rank_that_leaves_is_gone(gloo):
     assert gloo.run(leaving_job, 2) == ["LostRankError", "ValueError"]
 
 
-def test_who_counts_is_alive():
+def test_who_counts_is_alive(monkeypatch):
+    monkeypatch.setattr(ranks_module, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 1.0)
     store = dist.HashStore()
     beats = [Heartbeat(store, "a", rank, 3) for rank in range(3)]
     assert beats[0].gone() == []

@@ -18,10 +18,8 @@ from octavo.train.config.shrink import SECTIONS, change_of, complete_config, shr
 from octavo.train.record.metrics import RunResult, read_metrics
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-OTHERS = (
-    "demo", "own-data", "sft-demo", "vit-digits", "vlm-digits", "nvila-like-8b", "dit-digits", "dit-xl", "vit-l16"
-)  # fmt: skip
-"""Configurations of small models, and of models with images (test_image_text.py, test_tasks.py)."""
+SMALL = ("demo", "own-data", "sft-demo")
+OTHERS = (*SMALL, "vit-digits", "vlm-digits", "nvila-like-8b", "dit-digits", "dit-xl", "vit-l16")  # with images
 MODELS = sorted(path for path in CONFIGS.glob("*.toml") if path.stem not in OTHERS)
 MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-16b")
 
@@ -150,11 +148,9 @@ def test_what_it_cannot_shrink_is_an_error(tmp_path, model, message):
         shrunk(path)
 
 
-def train(path, folder, *settings):
-    settings = ("run.device=cpu", *settings)
-    result = CliRunner().invoke(app, ["train", str(path), "--shrink", "--out", str(folder), *settings])
-    assert result.exit_code == 0, result.output
-    return [row.loss or math.inf for row in read_metrics(folder)], RunResult.read(folder)
+def on(text, length):
+    cache = f"data.cache={text.parent}"
+    return [f"data.source={text}", "data.vocab_size=300", cache, f"data.sequence_length={length}"]
 
 
 @pytest.mark.thorough
@@ -165,10 +161,11 @@ def train(path, folder, *settings):
 def test_a_few_steps_run(name, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(sentences(3000))
-    losses, result = train(
-        CONFIGS / f"{name}.toml", tmp_path / "run", "run.steps=4", "optim.warmup=1", f"data.source={text}",
-        "data.vocab_size=300", f"data.cache={tmp_path}", "data.sequence_length=32",
-    )  # fmt: skip
+    settings = ["run.steps=4", "optim.warmup=1", "run.device=cpu", *on(text, 32)]
+    words = ["train", str(CONFIGS / f"{name}.toml"), "--shrink", "--out", str(tmp_path / "run"), *settings]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    losses, result = [row.loss or math.inf for row in read_metrics(tmp_path / "run")], RunResult.read(tmp_path / "run")
     assert len(losses) == 4 and losses[-1] < losses[0]
     assert result.converted.startswith("converted") and "rowwise" in result.precision
 
@@ -180,8 +177,7 @@ def test_plan_and_compare_shrink_too(tmp_path):
     assert planned.exit_code == 0 and json.loads(planned.stdout)["tokens"] == 4 * 128, planned.output
     text = tmp_path / "text.txt"
     text.write_text(sentences(3000))
-    settings = [f"data.source={text}", "data.vocab_size=300", f"data.cache={tmp_path}", "data.sequence_length=16"]
-    words = ["compare", config, "--shrink", *settings, "run.device=cpu", "run.steps=2", "optim.warmup=0"]
+    words = ["compare", config, "--shrink", *on(text, 16), "run.device=cpu", "run.steps=2", "optim.warmup=0"]
     arms = ["--seeds", "2", "--arm", "bf16:precision.level=bf16", "--arm", "fp8", "--out", str(tmp_path / "out")]
     compared = CliRunner().invoke(app, [*words, *arms])
     assert compared.exit_code in (0, 1, 3), compared.output

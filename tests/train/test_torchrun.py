@@ -75,7 +75,7 @@ class Launched:
 
 
 def steps_of(out):
-    return read_metrics(out)[-1].step if (out / "metrics.jsonl").exists() and read_metrics(out) else 0
+    return max((row.step for row in read_metrics(out)), default=0)
 
 
 def losses(out):

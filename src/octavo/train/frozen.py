@@ -84,7 +84,6 @@ def freeze_unused(model: nn.Module, loss: Callable[[Any], Tensor]) -> list[str]:
 
 
 def _leaves(node: Any) -> set[int]:
-    """Identities of the leaves behind a node of the autograd graph."""
     waiting, visited, leaves = [node], {node}, set()
     while waiting:
         node = waiting.pop()

@@ -101,7 +101,6 @@ class SpikeGuard:
         return loss - middles[1] > self._config.spike * spread
 
     def _damage(self) -> str:
-        """Why the rise is a spike; empty if it is none."""
         newer = list(self._usual)[len(self._usual) // 2 :]
         (usual_loss, usual_norm), (loss, norm) = (map(median, zip(*rows, strict=True)) for rows in (newer, self._rise))
         unusual = not usual_norm / NORM_FACTOR < norm < usual_norm * NORM_FACTOR

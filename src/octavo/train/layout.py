@@ -96,7 +96,6 @@ class RankLayout:
         return _part(targets, self.labels, 1)
 
     def sum_partial(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add up the gradients of which each rank has a summand, in place."""
         if self.summing is not None:
             sum_over([gradient for name, gradient in gradients.items() if name in self.partial], self.summing)
 
@@ -114,7 +113,6 @@ def _part(tensor: Tensor, part: tuple[int, int], dim: int) -> Tensor:
 
 
 def check_layout(parallel: ParallelConfig, optim: Optim, data: Data, world: int) -> None:
-    """Raise ConfigError if the ranks cannot share the micro-batches, or the tokens of a sequence, evenly."""
     batch, parts = optim.batch, optim.micro_batches
     ranks = world // (parallel.tp * parallel.cp * parallel.pp)
     if batch % (parts * ranks):

@@ -73,7 +73,6 @@ def load(folder: Path, model: nn.Module) -> dict[str, Tensor]:
 
 
 def merge(model: nn.Module) -> None:
-    """Add the adapters of a model to its weights, and remove them, in place."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for parameter in model.parameters():

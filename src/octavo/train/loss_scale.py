@@ -30,7 +30,6 @@ class LossScale:
 
     @property
     def last_chance(self) -> bool:
-        """True if the next skipped step stops the run."""
         return self._skips == MAX_SKIPS
 
     def update(self, *, overflow: bool, loss_is_finite: bool = True) -> None:

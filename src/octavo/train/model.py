@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,7 +39,6 @@ PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch
 
 
 def check_model(model: Model, kind: ModelKind = LANGUAGE) -> None:
-    """Raise ConfigError for a folder without a model and for a type or field `transformers` does not know."""
     if model.path is not None:
         folder = hub_folder(model.path)
         if not (folder / "config.json").exists():
@@ -255,11 +254,11 @@ def check_fit(model: Any, source: Model, sequence_length: int, tokenizer: TextTo
     rows = model.get_input_embeddings().weight.shape[0]
     from_path = source.path is not None
     if rows < tokenizer.size:
-        remedy = f"set model.config.vocab_size = {tokenizer.size}, or leave it out"
-        if from_path:
-            remedy = "give the folder of the model's own tokenizer as data.tokenizer"
-        size = f"the model's vocabulary of {rows} is smaller than the tokenizer's {tokenizer.size}"
-        raise ConfigError(f"{size}: {remedy}")
+        own, other = "give the folder of the model's own tokenizer as data.tokenizer", f"vocab_size = {tokenizer.size}"
+        remedy = own if from_path else f"set model.config.{other}, or leave it out"
+        raise ConfigError(
+            f"the model's vocabulary of {rows} is smaller than the tokenizer's {tokenizer.size}: {remedy}"
+        )
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(context, int) and -1 < context < sequence_length:
         problem = f"data.sequence_length = {sequence_length} is longer than the model's context of {context}"
@@ -289,13 +288,12 @@ def draw_once(build: Callable[[], T], seed: int) -> T:
     return model
 
 
-class _Draw:
+class _Draw(NamedTuple):
     """A recorded draw into a tensor, and what changes the numbers afterwards."""
 
-    def __init__(self, tensor: Tensor, first: int) -> None:
-        # The storage: a parameter may be given another one, as `weight.data = …`.
-        self.tensor, self.first = tensor.detach(), first
-        self.steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    tensor: Tensor  # Of the same storage: a parameter may be given another one, as `weight.data = …`
+    first: int  # Number of its first chunk
+    steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
 
 
 class _Draws(TorchDispatchMode):
@@ -314,9 +312,8 @@ class _Draws(TorchDispatchMode):
         if len(tensors) == 1 and _is_whole(first := tensors[0]):
             key = _storage(first)
             if func in DRAWS and kwargs.get("generator") is None:
-                draw = self.pending[key] = _Draw(first, self._chunks)
+                self.pending[key] = _Draw(first.detach(), self._chunks, [(func, args[1:], kwargs)])
                 self._chunks += -(-first.numel() // CHUNK)
-                draw.steps.append((func, args[1:], kwargs))
                 return first
             if func in POINTWISE and key in self.pending:
                 self.pending[key].steps.append((func, args[1:], kwargs))

@@ -306,7 +306,6 @@ class TrainerOptimizer(ABC):
             param.grad = None
 
     def _separate(self) -> dict[str, Tensor]:
-        """The masters that are not the parameters themselves, by name."""
         rows = zip(self._names, self._params, self._masters, strict=True)
         return {name: master.detach() for name, param, master in rows if param is not master}
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn import disabled
+from octavo.nn.causal import evaluating
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.train.compiled_blocks import Checkpointing
 from octavo.train.config.run_config import ConfigError
@@ -64,7 +65,6 @@ def check_causal(
 
 
 def _check_documents_apart(model: nn.Module, logits: Callable[[Tensor], Tensor], inputs: Tensor) -> None:
-    """Raise ConfigError if the logits of a packed document depend on the document before it, or on its place."""
     kind, length = type(model).__name__, inputs.shape[1]
     if length < 4:
         raise ConfigError(f"data.sequence_length = {length} is too short to pack documents: set it to 4 or more")
@@ -76,25 +76,13 @@ def _check_documents_apart(model: nn.Module, logits: Callable[[Tensor], Tensor],
     rest = document[:, : length - 2 * half]  # of odd lengths
     packed = torch.cat([document, document, rest], 1)
     gradient = _embedding_gradient(model, logits, packed, slice(half, 2 * half))
-    with _model_errors(inputs), _evaluating(model), torch.no_grad():
+    with _model_errors(inputs), evaluating(model), disabled(), torch.no_grad():
         both = logits(packed).float()
     first, second = both[:, :half], both[:, half : 2 * half]
     moved = bool((second - first).square().mean().sqrt() > MAX_MOVED * first.std())
     if moved or (gradient is not None and bool(gradient[:, :half].any())):  # masked attention has no gradient at all
         problem = f"the logits of {kind} for a document depend on the document packed before it"
         raise ConfigError(f"{problem}: it does not mask attention by position_ids; {REMEDY}")
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and with converted layers unconverted."""
-    training = model.training
-    model.eval()
-    try:
-        with disabled():
-            yield
-    finally:
-        model.train(training)
 
 
 def _embedding_gradient(
@@ -110,7 +98,7 @@ def _embedding_gradient(
 
     handle = model.get_input_embeddings().register_forward_hook(keep)
     try:
-        with _model_errors(inputs), _evaluating(model):
+        with _model_errors(inputs), evaluating(model), disabled():  # without dropout, and unconverted
             value = logits(inputs)[:, tokens].float().logsumexp(-1).sum()
             if not embeddings:
                 return None

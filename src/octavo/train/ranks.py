@@ -108,7 +108,6 @@ class Ranks:
         return value
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all ranks if a setting differs; it names the first one and each rank's value."""
         if self.world_size == 1:
             return
         by_rank = self.all_gather(dict(settings))
@@ -143,9 +142,6 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(stacked)
         return list(stacked)
-
-    def wait(self) -> None:
-        self.raise_together(lambda: None)
 
     def host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
         return None if self.world_size == 1 else dist.new_group(backend="gloo", timeout=timeout)
@@ -394,7 +390,7 @@ def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
         ranks.raise_together(lambda: _write(make(), file) if ranks.local == 0 else None)
         path = ranks.all_gather(file)[ranks.rank - ranks.local]
         value: T = ranks.raise_together(lambda: _mapped(path))
-        ranks.wait()  # until all have mapped it
+        ranks.raise_together(lambda: None)  # wait until all have mapped it
     return value
 
 

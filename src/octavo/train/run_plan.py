@@ -400,7 +400,6 @@ def _trainer(
 def _trace_step(
     config: TrainConfig, device: str, workload: Workload, stage: Stage, blocks: Mapping[str, int], size: int
 ) -> StepTrace:
-    """Trace a training step of one micro-batch of `size` sequences on `blocks` of a stage's blocks."""
     with _trainer(config, workload.plan, device, stage, blocks) as trainer:
         inputs, targets = trainer.task.empty_batch(size, trainer.ranks.device)
         inputs, labels = trainer.layout.own_tokens(inputs), trainer.layout.own_labels(targets)

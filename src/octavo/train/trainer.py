@@ -236,7 +236,6 @@ class Trainer:
             self.ranks.raise_together(check)
 
     def _check_pipeline(self) -> None:
-        """Raise ConfigError for a model that cannot be cut or is not causal."""
         parallel = self.config.parallel
         with naming("parallel.pp", ValueError):
             check_pipeline_model(self.model, parallel.pp * SCHEDULES[parallel.schedule])

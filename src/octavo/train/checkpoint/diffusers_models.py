@@ -116,7 +116,6 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def export(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size: int | str) -> Exported:
-    """Write a model into a folder that is there, as diffusers does. Raises ConfigError for a layout in FP8."""
     if layout is not None:
         raise ConfigError(f"--to {layout.name} is a layout of language models, and this is a {CLASS}: use --to bf16")
     model.save_pretrained(folder, max_shard_size=max_shard_size)

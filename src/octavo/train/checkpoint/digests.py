@@ -48,9 +48,9 @@ def find_damage(folder: Path, names: Iterable[str] | None = None, *, part: int =
     if names is None:
         present = files_of(folder)
         if lacking := sorted(expected.keys() - present):
-            return f"{_named(lacking)} missing"
+            return f"{lacking[0]} is missing"
         if added := sorted(present - expected.keys()):
-            return f"{_named(added)} not part of it: move what is yours to another folder"
+            return f"{added[0]} is not part of it: move what is yours to another folder"
     for name in sorted(expected if names is None else names)[part::parts]:
         try:
             if digests_of(folder, [name])[name] != expected.get(name):
@@ -69,12 +69,6 @@ def files_of(folder: Path) -> set[str]:
         if path.name == ".metadata"
         or not (path.suffix == ".md" or path.name == DIGESTS or any(part.startswith(".") for part in path.parts))
     }
-
-
-def _named(names: list[str]) -> str:
-    """["a", "b", "c"] → "a and 2 more files are"."""
-    more = len(names) - 1
-    return names[0] + (f" and {more} more file{'s' if more > 1 else ''} are" if more else " is")
 
 
 def _text(files: Mapping[str, str]) -> bytes:

@@ -10,8 +10,6 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ModelKind:
-    """Models of Transformers for one task."""
-
     noun: str  # What they are, as "causal language model"
     auto_class: str  # The class of Transformers that makes them, as "AutoModelForCausalLM"
     mapping: str  # The name of its table of classes by `model_type`

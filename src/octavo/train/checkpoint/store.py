@@ -267,7 +267,6 @@ def check_files(folder: Path, ranks: Ranks) -> None:
 
 
 def check_same_model(folder: Path, config: Any) -> None:
-    """Raise ConfigError if the model's config differs from the checkpoint's; it names the first difference."""
     try:
         saved = pretrained.load_model_config(folder, adapters=True).to_dict()
     except ConfigError as error:

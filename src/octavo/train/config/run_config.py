@@ -147,18 +147,17 @@ class TrainConfig(Section):
     @property
     def uncompilable(self) -> str:
         """Why the blocks of the run cannot compile, in a sentence; empty where they can."""
-        precision, parallel = self.resolved, self.parallel
-        recipe = get_recipe(precision.recipe) if precision.matmul == "fp8" and precision.recipe != "auto" else None
-        if recipe is not None and recipe.equalization and parallel.fp8_comm in ("on", "gather"):
-            return f"recipe {recipe.name!r} with parallel.fp8_comm = {parallel.fp8_comm!r} measures gathered weights"
-        if recipe is not None and recipe.equalization and parallel.pp > 1:
-            return f"recipe {recipe.name!r} measures between the micro-batches of a pipeline"
-        if parallel.pp > 1 and parallel.schedule in ZERO_BUBBLE:
-            return f"{parallel.schedule} runs the backward of a block in two parts, and a graph has one"
-        mode, size = parallel.mode
-        if mode in ("tp", "cp", "ep"):
-            return f"parallel.{mode} = {size} exchanges tensors between ranks inside a block, which no graph does"
-        return ""
+        precision, parallel, (mode, size) = self.resolved, self.parallel, self.parallel.mode
+        name, comm, schedule = precision.recipe, parallel.fp8_comm, parallel.schedule
+        equalizes = precision.matmul == "fp8" and name != "auto" and get_recipe(name).equalization
+        if equalizes and comm in ("on", "gather"):
+            return f"recipe {name!r} with parallel.fp8_comm = {comm!r} measures gathered weights"
+        if equalizes and parallel.pp > 1:
+            return f"recipe {name!r} measures between the micro-batches of a pipeline"
+        if parallel.pp > 1 and schedule in ZERO_BUBBLE:
+            return f"{schedule} runs the backward of a block in two parts, and a graph has one"
+        tells = f"parallel.{mode} = {size} exchanges tensors between ranks inside a block, which no graph does"
+        return tells if mode in ("tp", "cp", "ep") else ""
 
     @property
     def frozen(self) -> Literal["bf16", "fp8"]:
@@ -315,7 +314,7 @@ def _value(override: str, text: str) -> object:
 def _parse_toml(text: str) -> dict[str, Any] | None:
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
 
 
