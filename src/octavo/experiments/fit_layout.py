@@ -1,10 +1,6 @@
 """fit_layout: choose micro-batches, checkpointing and copies of a model so that a step fits and takes the least time.
 
-A search over `octavo.train.run_plan.plan_configured`, which predicts the time and memory of a step; it has no formula
-of its own. For each kind of activation checkpointing, from none to full, it takes the largest power of two of sequences
-that leaves `MARGIN` of the memory free, and predicts the step. It takes none if that fits and hides communication and
-host time, because more recomputation then only costs. On several machines, if communication is not hidden, it also
-tries one copy of the model on each machine.
+A search over `octavo.train.run_plan.plan_configured`, which predicts the time and memory of a step.
 """
 
 import shlex
@@ -22,28 +18,22 @@ from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.run_plan import at_level, plan_configured, plan_progress
 
 MARGIN = 0.1  # Share of a GPU's memory left free: for the allocator, and for what a prediction leaves out
-MAX_EXPOSED_SHARE = (
-    0.02  # Largest share of a step that communication and waiting for the host take where they count as hidden
-)
-MOST_GPUS = 4096  # Largest number of GPUs to suggest
+MAX_EXPOSED_SHARE = 0.02  # Share of a step up to which communication and waiting for the host count as hidden
+MOST_GPUS = 4096  # Largest number to suggest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A layout and its predicted step."""
-
     layout: StepLayout
     gpu: Gpu
     run: PlannedRun
 
     @property
     def limit(self) -> int:
-        """Memory that a step may take, in bytes."""
         return int((1 - MARGIN) * self.gpu.usable)
 
     @property
     def step(self) -> PlannedStep:
-        """The figures of the step."""
         own, usable = self.run, self.gpu.usable
         return PlannedStep(
             precision="FP8" if own.plan.converted else "bf16", gpus=self.layout.gpus, layout=self.layout,
@@ -54,8 +44,6 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What to plan: a model at a level of precision on some GPUs."""
-
     model: ReadyModel
     gpu: str
     gpus: int
@@ -64,6 +52,8 @@ class Search:
 
     def fit(self) -> Fit | None:
         """The fastest layout that fits; None if not even one sequence with full checkpointing does."""
+        # For each kind of checkpointing the most sequences. None is taken if that fits and hides communication and host
+        # time, as more recomputation then only costs.
         least, *others, most = CHECKPOINTING
         fits = [fit for fit in [self._largest_that_fits(least)] if fit is not None]
         if not fits or _exposed(fits[0].run.time) > MAX_EXPOSED_SHARE:
@@ -74,6 +64,7 @@ class Search:
                 if not fits or _exposed(fits[-1].run.time) > MAX_EXPOSED_SHARE:
                     fits += [fit for fit in [self._largest_that_fits(checkpointing)] if fit is not None]
             fits.append(smallest)
+        # On several machines, if communication is not hidden, one copy of the model on each machine is tried as well.
         best, machines = _fastest(fits), self.gpus // GPUS_PER_MACHINE
         exposed = best.run.time.communication > MAX_EXPOSED_SHARE * best.run.time.seconds
         if machines > 1 and self.gpus % GPUS_PER_MACHINE == 0 and exposed:
@@ -82,7 +73,6 @@ class Search:
         return replace(best, layout=replace(best.layout, reasons=_reasons(self.model, best, fits)))
 
     def plan(self, layout: StepLayout) -> Fit:
-        """Predict the step of one layout."""
         text = render(self.model, layout, [], f"{self.model.name}.toml", (self.gpu, ""))
         config = parse_config(tomllib.loads(text))
         if self.level is not None:
@@ -113,7 +103,6 @@ class Search:
 
 
 def fit_layout(model: ReadyModel, gpu: str, gpus: int, progress: OnSubject = lambda subject: None) -> Fit:
-    """Choose the layout of a model's training in FP8 on some GPUs."""
     if gpus < 1:
         raise ValueError(f"--gpus is the number of GPUs, 1 or more; got {gpus}")
     if not find_gpu(gpu).fp8_tflops:
@@ -157,7 +146,6 @@ def _fastest(fits: list[Fit]) -> Fit:
 
 
 def _reasons(model: ReadyModel, best: Fit, fits: list[Fit]) -> dict[str, str]:
-    """Comments behind the settings of a layout."""
     layout, kinds = best.layout, list(CHECKPOINTING)
     where = "on the GPU" if layout.gpus == 1 else f"on each of {layout.gpus} GPUs"
     plural = "sequence" if layout.sequences == 1 else "sequences"
@@ -189,7 +177,6 @@ def _reasons(model: ReadyModel, best: Fit, fits: list[Fit]) -> dict[str, str]:
 
 
 def _too_large(search: Search) -> str:
-    """The message for a model that fits on some GPUs in no layout."""
     model, smallest = search.model, search.plan(search.layout(1, "full"))
     text = (
         f"{model.title} does not fit on {search.gpus} × {smallest.gpu.name}: one sequence of {model.sequence} "

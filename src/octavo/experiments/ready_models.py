@@ -1,27 +1,19 @@
-"""Ready configurations: what `octavo init` writes, and the files in `configs/` that are named after models.
+"""Ready configurations of the models in `models.toml`: what `octavo init` writes, and files in `configs/`.
 
-`models.toml` beside this file has the models. `render` writes the configuration of one for a `StepLayout`: how many
-GPUs, how many sequences at a time, what is recomputed. `octavo.experiments.fit_layout` chooses the layout and predicts
-its step. Imports no torch, so that a list of models takes no time.
+Imports no torch, so that a list of models takes no time.
 """
 
 import tomllib
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
 
+from octavo.runtime.extras import needs_extras
+
 COMMENT_COLUMN = 28  # Column of the comments behind settings
 SPARE_ROWS = 128  # Rows of the vocabulary beyond the tokenizer's, for models with images: one is their placeholder
-STAGES = (
-    '# In stages, each from the checkpoint of the one before (path = "runs/NAME/checkpoints/step-NNNNNN"):',
-    '#   align      frozen = ["vision_tower", "language_model", "lm_head"]',
-    '#   pretrain   frozen = ["vision_tower"]',
-    "#   SFT        nothing frozen",
-    "",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +40,22 @@ class ReadyModel:
 
     @property
     def rows(self) -> str:
-        """What a batch has."""
         return "images" if self.of_images else "sequences"
 
     @property
     def positions(self) -> str:
-        """What a row has."""
         return "patches" if self.of_images else "tokens"
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of the tokenizer of a model of text."""
+        if self.task == "image-text":
+            return int(self.config["text_config"]["vocab_size"]) - SPARE_ROWS
+        return int(self.config["vocab_size"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLayout:
-    """How a step of a configuration is divided."""
-
     gpus: int  # Number of GPUs
     sequences: int  # Sequences of one forward on each GPU
     micro_batches: int  # Forwards and backwards of a step
@@ -69,7 +64,7 @@ class StepLayout:
     reasons: Mapping[str, str] = field(default_factory=dict)  # Why, by setting
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, int | str]:
         """The settings of a configuration that differ between layouts, by their keys."""
         return {
             "optim.batch": self.gpus * self.sequences * self.micro_batches,
@@ -98,7 +93,7 @@ class PlannedStep:
 
 
 def step_table(steps: Sequence[PlannedStep], written: StepLayout) -> list[str]:
-    """Return lines of a table of steps, with the settings that each adds to a configuration of layout `written`."""
+    """A table of steps, with the settings that each adds to a configuration of layout `written`."""
     lines = ["GPUs         s a step   tokens/s    GiB  most  settings to add"]
     gpus = 0
     for step in steps:
@@ -114,7 +109,6 @@ def step_table(steps: Sequence[PlannedStep], written: StepLayout) -> list[str]:
 
 @cache
 def ready_models() -> dict[str, ReadyModel]:
-    """All models by name."""
     text = resources.files("octavo.experiments").joinpath("models.toml").read_text(encoding="utf-8")
     return {
         name: ReadyModel(name=name, **fields.pop("run"), **{key: _joined(value) for key, value in fields.items()})
@@ -130,7 +124,6 @@ def _joined(value: Any) -> Any:
 
 
 def ready_model(name: str) -> ReadyModel:
-    """Return one model."""
     models = ready_models()
     if name not in models:
         from octavo.numerics.suggestions import nearest
@@ -141,9 +134,9 @@ def ready_model(name: str) -> ReadyModel:
 
 
 def render(model: ReadyModel, layout: StepLayout, steps: Sequence[PlannedStep], path: str, gpu: tuple[str, str]) -> str:
-    """Return the text of a configuration."""
-    settings, why = layout.settings, defaultdict(str, layout.reasons)
-    batch = settings["optim.batch"]
+    """The text of a configuration; `gpu`: its name on the command line, and for people."""
+    with needs_extras("octavo init"):
+        from jinja2 import Environment, PackageLoader
     launcher = f"torchrun --nproc-per-node {min(layout.gpus, 8)} -m " if layout.gpus > 1 else ""
     commands = {
         f"{launcher}octavo train {path}": f"on each of {layout.gpus // 8} machines" if layout.gpus > 8 else "",
@@ -151,83 +144,27 @@ def render(model: ReadyModel, layout: StepLayout, steps: Sequence[PlannedStep], 
         f"octavo train {path} --shrink": "the same, small: minutes on a CPU",
     }
     width = max(map(len, commands))
-    head = [
-        f"{model.title}: {model.about}.",
-        "Trains all parameters in FP8, from random weights.",
-        "",
-        *(f"    {command:<{width}}{f'   # {why}' if why else ''}".rstrip() for command, why in commands.items()),
-        "",
-        f"Predicted by octavo plan for {gpu[1]}, never run on a GPU: for FP8 and for level bf16 the fastest step that",
-        "leaves a tenth of the memory free. GiB: memory of each GPU. most: sequences at a time on each GPU that fit.",
-        "Lines of bf16 are with precision.level=bf16, too.",
-        *(["Tokens are patches, sequences images."] if model.of_images else []),
-        *(["Experts count as bf16 in the times of FP8."] if "num_experts_per_tok" in model.config else []),
-        "",
-        *(f"  {line}" for line in step_table(steps, layout)),
-    ]
-    fields = [f"{key} = {_toml(value)}" for key, value in model.config.items() if not isinstance(value, Mapping)]
-    parts = {name: part for name, part in model.config.items() if isinstance(part, Mapping)}
-    tables = [
-        line
-        for name, part in parts.items()
-        for line in ("", f"[model.config.{name}]", *(f"{key} = {_toml(value)}" for key, value in part.items()))
-    ]
     is_guess = model.lr_from == "a guess"
-    lr_reason = "a guess: its authors published none" if is_guess else f"{model.lr_from}, whose batches are as large"
-    body = [
-        "[run]", f'name = "{model.name}"', "steps = 10000", "save_every = 500", "", *_data(model), "",
-        "[model]",
-        _with(f'type = "{model.type}"', 'or, instead of this line and the table below, path = "a/local/checkpoint"'),
-        "",
-        *(STAGES if model.task == "image-text" else []),
-        "[model.config]", *fields, *tables, "",
-        "[optim]",
-        _with(f"lr = {_toml(model.lr)}", lr_reason),
-        _with(f"batch = {batch}", f"{model.rows} of a step: {batch * model.sequence:,} {model.positions}"),
-        _with(f"micro_batches = {layout.micro_batches}", why["micro_batches"]),
-        'schedule = "cosine"', "warmup = 500", "",
-        "[precision]",
-        _with('level = "fp8+activations+optimizer"', "FP8 products, stored activations and moments"),
-        _with('recipe = "rowwise"', '"auto" takes the fastest for each layer on the GPU'),
-        _with('parameters = "bf16"', "with an exact fp32 master in 2 more bytes"),
-        _with('loss = "chunked"', "whole logits never exist"),
-        _with(f'checkpointing = "{layout.checkpointing}"', why["checkpointing"]),
-        "",
-        "[parallel]",
-        _with(f"dp_replicate = {layout.dp_replicate}", why["dp_replicate"]),
-        _with("dp_shard = -1", "FSDP2: the GPUs of a copy share parameters, gradients and moments"),
-    ]  # fmt: skip
-    return "\n".join([*(f"# {line}".rstrip() for line in head), "", *body, ""])
+    parts = {f"model.config.{name}": part for name, part in model.config.items() if isinstance(part, Mapping)}
+    fields = {key: value for key, value in model.config.items() if not isinstance(value, Mapping)}
+    loader = PackageLoader("octavo.experiments")
+    environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"with": _with, "toml": _toml}
+    return environment.get_template("model.toml.j2").render(
+        model=model, layout=layout, batch=layout.settings["optim.batch"], table=step_table(steps, layout), gpu=gpu[1],
+        commands=[f"{command:<{width}}   # {why}" if why else command for command, why in commands.items()],
+        tables={"model.config": fields, **parts},
+        lr_reason="a guess: its authors published none" if is_guess else f"{model.lr_from}, whose batches are as large",
+    )  # fmt: skip
 
 
-def _data(model: ReadyModel) -> list[str]:
-    if model.of_images:
-        source = _with(f'source = "{model.source}"', "a folder with a folder for each class")
-        return ["[data]", f'task = "{model.task}"', source]
-    tokenizer = "of the BPE trained on {}; or tokenizer = a folder with one"
-    if model.task == "image-text":
-        vocabulary = model.config["text_config"]["vocab_size"] - SPARE_ROWS
-        return [
-            "[data]",
-            'task = "image-text"',
-            _with('source = "data/train.json"', "your conversations about images, in LLaVA's form"),
-            _with('images = "data/images"', "the folder of the images that it names"),
-            _with(f"sequence_length = {model.sequence}", "with the features of the image"),
-            _with(f"vocab_size = {vocabulary}", tokenizer.format("them")),
-        ]
-    return [
-        "[data]",
-        _with('source = "data/*.txt"', "your text; docs/training.md lists the formats"),
-        f"sequence_length = {model.sequence}",
-        _with(f"vocab_size = {model.config.get('vocab_size')}", tokenizer.format("it")),
-    ]
-
-
-def _with(setting: str, comment: str) -> str:
+def _with(setting: str, comment: str, value: object) -> str:
+    """A setting with a comment behind it, if there is one."""
+    setting %= value
     return f"{setting:<{COMMENT_COLUMN - 1}} # {comment}" if comment else setting
 
 
-def _toml(value: Any) -> str:
+def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else repr(value)
