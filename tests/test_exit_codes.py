@@ -96,12 +96,12 @@ def test_an_output_that_cannot_be_written_is_a_mistake(losses):
 )  # fmt: skip
 @pytest.mark.parametrize("show", [[], ["--traceback"]])
 def test_no_failure_is_taken_for_a_verdict(error, code, show, losses, monkeypatch, capsys):
-    from octavo.cli import comparing
+    from octavo.experiments import loss_file
 
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(comparing, "read_losses", fail)
+    monkeypatch.setattr(loss_file, "read_losses", fail)
     monkeypatch.setattr(sys, "argv", ["octavo", *show, "compare", "--losses", losses["pass"]])
     with pytest.raises(SystemExit) as end:
         cli.main()

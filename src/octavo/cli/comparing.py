@@ -1,12 +1,11 @@
 """`octavo compare`: arms against a baseline, on several seeds."""
 
 import json
-import math
 import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -74,6 +73,7 @@ def _compare_losses_file(
     path: Path, margin: float | None, confidence: float, max_seeds: int | None, as_json: bool
 ) -> None:
     """Print a verdict for each object of a file of losses; exit with the worst code."""
+    from octavo.experiments.loss_file import read_losses
     from octavo.inspect.compare import EXIT_CODES, compare_losses, worst
     from octavo.inspect.paired_test import MOST_SEEDS
 
@@ -81,7 +81,9 @@ def _compare_losses_file(
     for number, table in enumerate(tables := read_losses(path)):
         try:
             most = MOST_SEEDS if max_seeds is None else max_seeds
-            comparisons.append(compare_losses(**table, margin=margin, confidence=confidence, max_seeds=most))
+            comparisons.append(compare_losses(
+                table.baseline, table.arms, margin=margin, confidence=confidence, max_seeds=most
+            ))  # fmt: skip
         except ValueError as error:
             where = f"object {number + 1} of {len(tables)}: " if len(tables) > 1 else ""
             raise ValueError(f"{path}: {where}{error}") from None
@@ -101,53 +103,6 @@ def _show_comparisons(comparisons: "list[LossComparison]", as_json: bool) -> Non
             _print_verdict(arm, arm.notes)
         if comparison.extended:
             print_plain(stdout(), comparison.extension)
-
-
-def read_losses(path: Path) -> list[dict[str, Any]]:
-    """Read `{"baseline": [...], "arms": {"name": [...]}}`, or a list of such objects, from a JSON file."""
-    # A loss is a number; NaN, Infinity, null and "nan" mean that the run diverged.
-    try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=_unique, parse_float=_float)
-    except OSError as error:
-        raise ValueError(f"--losses {path} cannot be read: {error.strerror}. Give a JSON file: {SHAPE}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}. Give a JSON file: {SHAPE}") from None
-    tables = content if isinstance(content, list) else [content]
-    if not tables:
-        raise ValueError(f"{path} is an empty list: {SHAPE}")
-    for number, table in enumerate(tables, 1):
-        where = f"{path}: object {number} of {len(tables)}" if len(tables) > 1 else f"{path}"
-        if not isinstance(table, dict) or not isinstance(table.get("arms", {}), dict):
-            raise ValueError(f"{where} does not have the expected structure: {SHAPE}")
-        if set(table) != {"baseline", "arms"}:
-            raise ValueError(f"{where} has the keys {', '.join(map(repr, table)) or 'none'}: {SHAPE}")
-        table["baseline"] = _numbers(table["baseline"])
-        table["arms"] = {name: _numbers(values) for name, values in table["arms"].items()}
-    return tables
-
-
-SHAPE = 'write {"baseline": [a loss per seed], "arms": {"name": [a loss per seed]}}, or a list of such objects'
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if duplicates := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"the key {duplicates[0]!r} is given twice in one object")
-    return dict(pairs)
-
-
-def _float(text: str) -> float:
-    """Parse a number; raise if it is beyond the range of floats, which does not mean divergence."""
-    if math.isinf(number := float(text)):
-        raise ValueError(f"{text} is beyond the range of floats")
-    return number
-
-
-def _numbers(values: Any) -> Any:
-    """Replace null and "nan" by NaN; `compare_losses` checks the rest."""
-    if not isinstance(values, list):
-        return values
-    return [math.nan if v is None or (isinstance(v, str) and v.lower() == "nan") else v for v in values]
 
 
 def _train(
