@@ -8,9 +8,9 @@ import fake_runs
 import pytest
 from benchmarks import browser
 from test_heatmap import KINDS, run_of
-from test_run_report import charts_of
+from test_run_report import charts_of, unpack
 
-from octavo.experiments.page import pack, unpack
+from octavo.experiments.page import pack
 from octavo.experiments.run_report import write_report
 from octavo.train.record.statistics import StatisticsWriter
 

@@ -1,3 +1,5 @@
+import base64
+import gzip
 import json
 import re
 import subprocess
@@ -7,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from fake_runs import folder, result
 
-from octavo.experiments.page import library, unpack
+from octavo.experiments.page import library
 from octavo.experiments.run_report import summary_rows, write_report
 from octavo.experiments.verdict import PredictedSpeed, verdict
 from octavo.train.record.metrics import RunResult, RunSetup, read_metrics
@@ -61,6 +63,10 @@ def text_of(html):
 
     without = re.sub(r"<(script|style)\b.*?</\1>", " ", html, flags=re.S)
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", without)).split())
+
+
+def unpack(packed):
+    return gzip.decompress(base64.b64decode(packed)).decode()
 
 
 def charts_of(html):

@@ -253,17 +253,17 @@ def watch(
 ) -> None:
     """Show a run in the browser while it trains.
 
-    The page has the charts of the report, speed, MFU and memory beside their
-    predictions, time, position in the data, samples, findings and moves of the
-    autopilot. It follows the run's files: one that has not begun, goes on, was
-    killed or has ended. Ctrl-C ends it; the run does not notice.
+    The page is the report as it is now, below remaining time, speed, MFU, and
+    memory beside its prediction. It follows the files of a run that has not
+    begun, goes on, was killed or has ended. Ctrl-C ends it; the run does not
+    notice.
     """
     with user_errors(context):
-        from octavo.experiments.live_run import LiveRun, run_folder
+        from octavo.experiments.live_page import LivePage, run_folder
         from octavo.experiments.live_server import LiveServer
 
         folder = run_folder(run)
-        with LiveServer(LiveRun(folder), host=host, port=port) as server:
+        with LiveServer(LivePage(folder), host=host, port=port) as server:
             print_plain(stdout(), f"{folder} is shown at {server.url}  (Ctrl-C ends it)")
             if open_browser:
                 import webbrowser

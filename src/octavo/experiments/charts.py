@@ -1,7 +1,6 @@
 """Line charts of the reports as Plotly figures.
 
-A chart is plain data, the JSON that plotly.js draws; `page` puts it on a page. Long runs are thinned before they get
-there: the raw line keeps each bucket's minimum and maximum, so that a spike stays visible at any length.
+Long runs are thinned: the raw line keeps each bucket's minimum and maximum, so that a spike stays visible.
 """
 
 from collections.abc import Sequence
@@ -22,8 +21,6 @@ INTEGER_TICKS = 8  # Below so many steps, ticks are one step apart: no fractions
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series of a chart."""
-
     label: str
     slot: int  # Picks the colour
     x: Steps
@@ -40,8 +37,6 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart ready for a page."""
-
     title: str
     unit: str  # Unit of the values, for screen readers
     figure: dict[str, Any]  # `data` and `layout` of plotly.js, with colours as CSS variables (`theme`)
@@ -54,15 +49,14 @@ class Chart:
     @property
     def json(self) -> dict[str, Any]:
         """What the page's script needs."""
-        described = {"title": self.title, "unit": self.unit, "caption": self.caption, "keys": self.keys}
-        return {**self.figure, **described, "log": self.log_range}
+        return {**self.figure, "title": self.title, "log": self.log_range}
 
 
 def line_chart(
     title: str, unit: str, lines: Sequence[Line], *, caption: str = "", height: int = LARGE, keep: Sequence[float] = (),
     band: float | None = None,
 ) -> Chart:  # fmt: skip
-    """Lay out one chart of series over steps."""
+    """A chart of series over steps; `keep`: values that stay in view, `band`: half the height of a shaded band."""
     low, high = _y_range(lines, keep if band is None else [*keep, -1.3 * band, 1.3 * band])
     steps = np.concatenate([np.zeros(0), *(_ends(line.x) for line in lines)])
     first, last = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 1.0)
@@ -120,7 +114,7 @@ def _traces(line: Line, index: int, count: int) -> list[dict[str, Any]]:
 
 
 def numbers(values: Floats) -> list[float | None]:
-    """Return values with six digits, which no screen shows more of; None where they are not finite."""
+    """Values with six digits, which no screen shows more of; None where they are not finite."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
 
 

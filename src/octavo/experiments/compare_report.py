@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,12 +23,21 @@ CARDS: dict[Verdict, str] = {  # Style of a verdict on the page
 
 
 def write_comparison(comparison: Comparison, settings: Sequence[str], out: Path) -> None:
-    """Write `FILES` into the folder `out`."""
     for name in FILES:
         check_kind(out / name, "a report")
     runs = comparison.runs
-    title = f"{' and '.join(run.name for run in runs[1:])} against {comparison.baseline}"
-    (out / "report.html").write_text(_page(comparison, settings, title), encoding="utf-8")
+    first, seeds = runs[0].results[0], ", ".join(map(str, comparison.seeds))
+    page = render(
+        "compare.html.j2", title=f"{' and '.join(run.name for run in runs[1:])} against {comparison.baseline}",
+        subtitle=f"{first.parameters:,} parameters · {first.tokens:,} tokens a run · seeds {seeds} · {first.device}",
+        comparison=comparison, cards=CARDS, charts=_charts(runs), runs=runs, rows=comparison_rows(comparison),
+        differences=config_differences(settings),
+        losses=[
+            [seed, *("diverged" if seed in run.diverged else f"{run.loss(seed):.4f}" for run in runs)]
+            for seed in comparison.seeds
+        ],
+    )  # fmt: skip
+    (out / "report.html").write_text(page, encoding="utf-8")
     text = json.dumps(to_json(comparison), indent=2, allow_nan=False)
     (out / "compare.json").write_text(text + "\n", encoding="utf-8")
 
@@ -78,7 +86,7 @@ def _interval(losses: ArmLosses) -> str:
     return f"{signed(test.mean)} % ({signed(test.low)} to {signed(test.high)})"
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
+def to_json(comparison: Comparison) -> dict[str, object]:
     """Everything, with the losses of all runs; `docs/compare.md` explains the keys."""
     return {
         "octavo": __version__, "exit_code": comparison.exit_code, "outcome": comparison.outcome,
@@ -87,11 +95,11 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "seeds": list(comparison.seeds), "baseline": comparison.baseline, "baseline_loss": comparison.loss,
         "baseline_spread_percent": comparison.spread,
         "arms": [
-            _run_json(comparison.runs[0]) | {"time_to_loss": _time_json(comparison.time_to_loss)},
+            _run_json(comparison.runs[0], comparison.time_to_loss),
             *(
-                _run_json(run)
-                | {**arm.losses.to_json(), "speed_ratio": arm.speed, "memory_ratio": arm.memory}
-                | {"time_to_loss": _time_json(arm.time_to_loss), "notes": list(arm.notes)}
+                _run_json(run, arm.time_to_loss)
+                | arm.losses.to_json()
+                | {"speed_ratio": arm.speed, "memory_ratio": arm.memory, "notes": list(arm.notes)}
                 for run, arm in zip(comparison.runs[1:], comparison.arms, strict=True)
             ),
         ],
@@ -100,7 +108,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _run_json(run: ArmRuns) -> dict[str, Any]:
+def _run_json(run: ArmRuns, time: TimeToLoss | None) -> dict[str, object]:
     return {
         "name": run.name,
         "settings": list(run.settings),
@@ -108,26 +116,8 @@ def _run_json(run: ArmRuns) -> dict[str, Any]:
         "held_out_losses": {str(seed): finite(run.held_out(seed)) for seed in run.seeds},
         "steps": {str(seed): result.steps for seed, result in zip(run.seeds, run.results, strict=True)},
         "tokens_per_s": {str(s): result.tokens_per_s for s, result in zip(run.seeds, run.results, strict=True)},
+        "time_to_loss": None if time is None else vars(time),
     }
-
-
-def _time_json(time: TimeToLoss | None) -> dict[str, Any] | None:
-    return None if time is None else {**vars(time), "targets": list(time.targets), "steps": list(time.steps)}
-
-
-def _page(comparison: Comparison, settings: Sequence[str], title: str) -> str:
-    runs = comparison.runs
-    first = runs[0].results[0]
-    seeds = ", ".join(map(str, comparison.seeds))
-    return render(
-        "compare.html.j2", title=title, comparison=comparison, cards=CARDS, charts=_charts(runs), runs=runs,
-        subtitle=f"{first.parameters:,} parameters · {first.tokens:,} tokens a run · seeds {seeds} · {first.device}",
-        rows=comparison_rows(comparison), differences=config_differences(settings),
-        losses=[
-            [seed, *("diverged" if seed in run.diverged else f"{run.loss(seed):.4f}" for run in runs)]
-            for seed in comparison.seeds
-        ],
-    )  # fmt: skip
 
 
 def longest(series: Sequence[tuple[Steps, Floats]]) -> tuple[Steps, list[Floats]]:
@@ -158,6 +148,6 @@ def _charts(runs: Sequence[ArmRuns]) -> list[Chart]:
     return charts
 
 
-def _line(label: str, slot: int, steps: Any, values: Floats, seeds: Sequence[Floats], *, noisy: bool) -> Line:
+def _line(label: str, slot: int, steps: Steps, values: Floats, seeds: Sequence[Floats], *, noisy: bool) -> Line:
     low, high = np.min(seeds, 0), np.max(seeds, 0)
     return Line(label=label, slot=slot, x=steps, y=values, noisy=noisy, low=low, high=high)

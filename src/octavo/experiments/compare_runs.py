@@ -1,11 +1,7 @@
-"""Paired runs: some arms, each on the same seeds, from one configuration.
+"""Paired runs: some arms, each on the same seeds, from one configuration (docs/compare.md).
 
-An arm is a name and settings on top of the configuration; the first is the baseline. docs/compare.md has what arms
-share and what may differ.
-
-Seeds are the outer loop, so other load on the machine affects all arms of a seed. Each run has its own folder,
-`<arm>-seed<k>`, and is an ordinary run: it locks, saves, resumes and logs like `octavo train`. A finished run is not
-repeated; a run that stopped on a non-finite value counts as finished. Under torchrun all runs share one process group.
+Seeds are the outer loop, so other load on the machine affects all arms of a seed. Under torchrun all runs share one
+process group.
 """
 
 import json
@@ -13,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from octavo.experiments.compare_report import FILES, write_comparison
 from octavo.experiments.compare_verdict import ArmRuns, Comparison, compare_arms
@@ -38,14 +33,11 @@ SETTING_SEPARATOR = re.compile(r"\s+(?=\w+(?:\.\w+)+\s*=)")
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One side of a comparison: a name, its settings, and a configuration for each seed."""
-
     name: str
     settings: tuple[str, ...]
     configs: Mapping[int, TrainConfig]
 
     def folder(self, seed: int) -> str:
-        """Name of the folder of one run."""
         return f"{self.name}-seed{seed}"
 
 
@@ -123,7 +115,7 @@ def parse_seeds(text: str, first: int) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def _differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+def _differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[object, object]]:
     """The settings that differ, with both values; None for an unset one."""
     first, second = one.flat, other.flat
     keys = dict.fromkeys([*first, *second])
@@ -155,10 +147,8 @@ def compare(
             for arm in arms:
                 of_arm = {folder: results[folder] for folder in map(arm.folder, arm.configs)}
                 curves = tuple(_curves(out / folder, result) for folder, result in of_arm.items())
-                runs.append(ArmRuns(
-                    name=arm.name, settings=arm.settings, seeds=tuple(arm.configs), results=tuple(of_arm.values()),
-                    curves=curves,
-                ))  # fmt: skip
+                seeds, ends = tuple(arm.configs), tuple(of_arm.values())
+                runs.append(ArmRuns(name=arm.name, settings=arm.settings, seeds=seeds, results=ends, curves=curves))
             comparison = compare_arms(runs, margin=margin, confidence=confidence, max_seeds=planned)
             write_comparison(comparison, [next(iter(arm.configs.values())).to_toml() for arm in arms], out)
             return comparison

@@ -1,10 +1,6 @@
-"""What a comparison found: a verdict per arm, and what CI makes of it.
+"""What a comparison found: the verdicts of `octavo.inspect.compare_losses`, joined with speed, memory and time to loss.
 
-The loss of a run is its mean over the last 10 % of the steps; a run that stops on a value that is not finite has
-diverged. The verdict is `octavo.inspect.compare_losses`'s, which judges losses of any trainer; here it is joined with
-speed and memory.
-
-Time to loss counts seconds at the run's median speed, so that a pause of the machine does not (docs/compare.md).
+The loss of a run is its mean over the last 10 % of the steps; a run that stops on a value that is not finite diverged.
 """
 
 import math
@@ -25,8 +21,6 @@ STOPPED = 4  # Exit code of a comparison that was stopped before its last run: t
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRuns:
-    """What the runs of an arm left, one of each per seed."""
-
     name: str
     settings: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -40,7 +34,7 @@ class ArmRuns:
         return tuple(seed for seed, result in pairs if result.stopped == "non-finite" or result.losses is None)
 
     def loss(self, seed: int) -> float:
-        """Mean loss over the last 10 % of the steps; NaN of a run that diverged."""
+        """NaN of a run that diverged."""
         losses = self.results[self.seeds.index(seed)].losses
         return math.nan if seed in self.diverged or losses is None else losses.tail_mean
 
@@ -58,20 +52,18 @@ class ArmRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeToLoss:
-    """What an arm takes to the losses that all arms reach, one per seed: means over the seeds."""
+    """What an arm takes to the losses that all arms reach; means are over the seeds."""
 
     targets: tuple[float, ...]  # Smoothed loss to reach, per seed
     steps: tuple[int, ...]  # Until then, per seed
-    tokens: float  # Mean over the seeds
-    seconds: float  # Mean over the seeds, at the median speed of each run
+    tokens: float  # Mean
+    seconds: float  # Mean, at the median speed of each run, so that a pause of the machine does not count
     speed: float  # The baseline's seconds over this arm's: at equal loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmVerdict:
-    """One arm beside the baseline."""
-
-    losses: ArmLosses  # The verdict on the loss
+    losses: ArmLosses
     speed: float | None  # Tokens/s over the baseline's, median runs
     memory: float | None  # Bytes saved for backward per token over the baseline's
     time_to_loss: TimeToLoss | None  # None if an arm diverged on every seed, or reached nothing in common
@@ -80,10 +72,8 @@ class ArmVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All arms beside the first."""
-
-    losses: LossComparison  # The verdicts on the losses in training
-    held_out: LossComparison | None  # The same on the losses on held-out data; None without them
+    losses: LossComparison  # In training
+    held_out: LossComparison | None  # On held-out data; None without it
     margin: float | None  # The largest gap in loss that passes, in percent; None for none that was given
     confidence: float  # Of all verdicts together
     loss: float | None  # The baseline's loss, mean over the seeds on which it ended; None if it ended on none
@@ -95,22 +85,18 @@ class Comparison:
 
     @property
     def baseline(self) -> str:
-        """Name of the first arm."""
         return self.runs[0].name
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Of the runs of each arm."""
         return self.runs[0].seeds
 
     @property
     def outcome(self) -> Outcome:
-        """The worse of both verdicts."""
         return worst([verdict.outcome for verdict in (self.losses, self.held_out) if verdict is not None])
 
     @property
     def exit_code(self) -> int:
-        """Of the command."""
         return EXIT_CODES[self.outcome]
 
 

@@ -1,11 +1,10 @@
 """The per-step series of a run as arrays: what the report draws and compares.
 
-Smoothing is a centred running mean over 5 % of the run: unlike an exponential average it does not lag, so the smoothed
-curve at a step speaks of that step. A value that was not finite leaves a gap, never a zero.
+A value that was not finite leaves a gap, never a zero.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,21 +31,15 @@ class Curves:
 
     @classmethod
     def of(cls, rows: Sequence[StepMetrics]) -> "Curves":
-        """Turn a run's steps into arrays."""
-        values = [values_of(row) for row in rows]
-        columns: Any = {  # None becomes NaN
-            field.name: np.array([of_step[field.name] for of_step in values], np.float64) for field in fields(cls)
-        }
-        return cls(**columns | {"step": columns["step"].astype(np.int64)})
+        def column(name: str) -> Floats:
+            return np.array([getattr(row, name) for row in rows], np.float64)  # None becomes NaN
 
-
-def values_of(row: StepMetrics) -> dict[str, float | None]:
-    """The values of a step in the series of `Curves`."""
-    return {
-        "step": row.step, "loss": row.loss, "lr": row.lr, "grad_norm": row.grad_norm, "tokens_per_s": row.tokens_per_s,
-        "held_out": (row.held_out or {}).get(LOSS), "mfu": None if row.mfu is None else 100 * row.mfu,
-        "peak_memory": None if row.peak_memory is None else row.peak_memory / 2**30,
-    }  # fmt: skip
+        return cls(
+            step=np.array([row.step for row in rows], np.int64), loss=column("loss"), lr=column("lr"),
+            grad_norm=column("grad_norm"), tokens_per_s=column("tokens_per_s"), mfu=100 * column("mfu"),
+            held_out=np.array([(row.held_out or {}).get(LOSS) for row in rows], np.float64),
+            peak_memory=column("peak_memory") / 2**30,
+        )  # fmt: skip
 
 
 def smoothing_window(steps: int) -> int:
@@ -56,6 +49,7 @@ def smoothing_window(steps: int) -> int:
 
 def smooth(values: Floats) -> Floats:
     """Centred running mean of [n] values, over fewer at both ends, ignoring what is not finite."""
+    # Centred: unlike an exponential average it does not lag.
     finite = np.isfinite(values)
     half = smoothing_window(len(values)) // 2
 
@@ -75,7 +69,7 @@ def smooth(values: Floats) -> Floats:
 
 
 def gap_percent(baseline: Curves, candidate: Curves) -> tuple[Steps, Floats]:
-    """Return the steps both runs have and, for each, the candidate's loss above the baseline's, in percent."""
+    """The steps both runs have and, for each, the candidate's loss above the baseline's, in percent."""
     steps, mine, theirs = np.intersect1d(baseline.step, candidate.step, return_indices=True)
     reference = baseline.loss[mine]
     return steps, 100 * (candidate.loss[theirs] - reference) / reference

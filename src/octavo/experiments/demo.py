@@ -1,11 +1,7 @@
-"""The paired demonstration: one small model, trained in BF16 and again in FP8, and what came of it.
+"""The paired demonstration: one small model, trained in BF16 and again in FP8; only `precision.level` differs.
 
-Both arms have the same seed, initial weights, data and order of the data; only `precision.level` differs. The
-configuration is `demo.toml` beside this file, so that it is there after `pip install` too; `configs/demo.toml` is its
-copy. `SHORTENED` lets both arms finish within three minutes on two CPU cores with AVX-512, eight with AVX2 only.
-
-The speed of a CPU, which emulates FP8, means nothing for a GPU. On a CPU the report has the planner's prediction for a
-model of real size instead.
+The configuration is `demo.toml` beside this file, in the package; `configs/demo.toml` is its copy. On a CPU the report
+has the planner's prediction of the speed of a larger model on GPUs.
 """
 
 import shlex
@@ -30,8 +26,8 @@ from octavo.train.record.metrics import CONFIG_FILE, RunResult
 from octavo.train.record.progress import Progress
 
 BASELINE, CANDIDATE = "bf16", "fp8+activations+optimizer"
+# Three minutes on two CPU cores with AVX-512; the learning rate of `demo.toml` is for larger batches.
 SHORTENED = ("run.steps=100", "optim.batch=2", "optim.lr=1e-3")
-"""Settings of both arms beside `demo.toml`, whose learning rate is for larger batches; overrides come after them."""
 MODEL = "Llama 3 8B"
 GPUS, BATCH, SEQUENCE = 8, 1, 8192
 SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out", "run.restarts")
@@ -41,16 +37,14 @@ SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out", "run.restarts")
 class DemoResult:
     """Both arms, as far as they got; `files` and `verdict` are None if one of them was stopped."""
 
-    out: Path
     arms: list[RunResult]
-    files: ReportFiles | None
+    files: ReportFiles | None = None
     verdict: PairVerdict | None = None
     go_on: str = ""  # The command that finishes the arm that was stopped; empty if none was
 
 
 def demo_configs(overrides: Sequence[str] = (), candidate: str = CANDIDATE) -> tuple[TrainConfig, TrainConfig]:
-    """Return the configurations of the BF16 arm and of the arm at level `candidate`."""
-    # `overrides` (`section.key=value`) are applied to both.
+    """The configurations of the BF16 arm and of the arm at level `candidate`."""
     for override in overrides:
         key = override.partition("=")[0].strip()
         if key in SET_BY_DEMO:
@@ -71,7 +65,7 @@ def _packaged() -> AbstractContextManager[Path]:
 
 
 def free_folder(folder: Path) -> Path:
-    """Return `folder` if nothing is there, else the first of `<folder>-2`, `<folder>-3`, … that is free."""
+    """`folder` if nothing is there, else the first of `<folder>-2`, `<folder>-3`, … that is free."""
     names = chain([folder.name], (f"{folder.name}-{number}" for number in count(2)))
     return next(path for name in names if not (path := folder.with_name(name)).exists())
 
@@ -86,25 +80,22 @@ def run_demo(configs: Sequence[TrainConfig], out: Path, progress: Progress) -> D
     if (warmup := configs[0].optim.warmup) != usual:
         progress.note(f"the learning rate warms up over {warmup} of the {configs[0].run.steps} steps")
     arms: list[RunResult] = []
-    folders: list[Path] = []
-    for config in configs:
-        folders.append(out / config.precision.level)
+    folders = [out / config.precision.level for config in configs]
+    for config, folder in zip(configs, folders, strict=True):
         try:
-            arms.append(run(config, out=folders[-1], progress=progress))
+            arms.append(run(config, out=folder, progress=progress))
         except NonFiniteError as error:
             progress.note(str(error))
-            arms.append(RunResult.read(folders[-1]))
+            arms.append(RunResult.read(folder))
         if arms[-1].stopped == "sigterm":
-            folder = shlex.quote(str(folders[-1]))
-            go_on = f"octavo train {shlex.quote(str(folders[-1] / CONFIG_FILE))} --out {folder} --resume"
-            return DemoResult(out=out, arms=arms, files=None, go_on=go_on)
+            words = ["octavo", "train", str(folder / CONFIG_FILE), "--out", str(folder), "--resume"]
+            return DemoResult(arms=arms, go_on=shlex.join(words))
     prediction = None
     if arms[0].device == "cpu":
         progress.stage("predicting the speed on GPUs")
         prediction = predict_speed(configs[1].resolved)
-    return DemoResult(
-        out=out, arms=arms, files=write_report(folders, out, prediction), verdict=verdict(arms[0], arms[1], prediction)
-    )
+    files = write_report(folders, out, prediction)
+    return DemoResult(arms=arms, files=files, verdict=verdict(arms[0], arms[1], prediction))
 
 
 def predict_speed(precision: Precision) -> PredictedSpeed:

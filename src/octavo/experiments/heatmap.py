@@ -1,16 +1,12 @@
-"""Heat maps of the report: layers down, steps across, one panel per operand, a colour per level.
+"""Heat maps of the report: layers down, kind by kind, steps across, one panel per operand, a colour per level.
 
-Layers of one kind are adjacent (all down projections, then all gate projections), in the order of their blocks, and
-share one label: 60 blocks stay legible, and growth with depth is visible. Each cell has its layer, value and step under
-the pointer. Long runs and deep models are downsampled; each cell shows its worst sample.
-
-Levels of SQNR and underflow are fixed, so that two reports can be compared; those of an amax span its own range.
-
-Runs with equalized layers have one more map: their channel scales in the last sample, channels sorted by them, across.
+Long runs and deep models are downsampled to the worst sample of each cell. Levels of SQNR and underflow are fixed, so
+that two reports can be compared; those of an amax span its own range.
 """
 
 import math
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -28,15 +24,14 @@ LONGEST = 27  # Characters of a label, at most
 NAMES = {"x": "x", "w": "w", "dgrad_g": "G for dgrad", "wgrad_g": "G for wgrad"}
 BROKEN = COLOUR_LEVELS  # Level of a cell with values that are not finite
 GAP = 0.012  # Between panels, as a share of the width
-HeatmapGroup = tuple[str, list[list[str]]]  # A kind of layers, and of each row the layers that share it
+HeatmapGroup = tuple[str, list[list[str]]]  # A kind of layers, and of each line the layers that share it
+Cells = list[list[list[OperandStats]]]  # By line and column
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistic:
-    """What a map shows."""
-
-    title: str  # Its name
-    caption: str  # One sentence
+    title: str
+    caption: str
     unit: str  # Text after a value
     value: Callable[[OperandStats], float]  # Of a row of statistics; NaN where there is none
     worst: Callable[..., Any]  # `min` or `max`: which of several values counts
@@ -77,27 +72,20 @@ def heatmaps(rows: Sequence[OperandStats]) -> list[Chart]:
     if not rows:
         return []
     steps = sorted({row.step for row in rows})
-    groups = _groups(list(dict.fromkeys(row.layer for row in rows)))
-    by_operand: dict[tuple[str, str], list[OperandStats]] = {}
-    for row in rows:
-        by_operand.setdefault((row.layer, row.operand), []).append(row)
-    maps = [_map(statistic, steps, groups, by_operand) for statistic in STATISTICS]
-    last = {row.layer: row for row in rows if row.channel_scales}
-    if last:
+    maps = [_map(statistic, steps, rows) for statistic in STATISTICS]
+    # Runs with equalized layers have one more map: quantiles of the last channel scales, with percentiles as steps.
+    if last := {row.layer: row for row in rows if row.channel_scales}:
         columns = [round(100 * place / (QUANTILES - 1)) for place in range(QUANTILES)]
-        by_column = {  # the quantiles of the channel scales, each with its percentile in place of a step
-            (name, "x"): [
-                replace(row, step=column, channel_scales=(scale,), nonfinite=0)
-                for column, scale in zip(columns, row.channel_scales, strict=True)
-            ]
-            for name, row in last.items()
-        }
-        maps.append(_map(CHANNEL_SCALES, columns, _groups(list(last)), by_column))
+        quantiles = [
+            replace(row, operand="x", step=column, channel_scales=(scale,), nonfinite=0)
+            for row in last.values()
+            for column, scale in zip(columns, row.channel_scales, strict=True)
+        ]
+        maps.append(_map(CHANNEL_SCALES, columns, quantiles))
     return maps
 
 
 def _groups(layers: list[str]) -> list[HeatmapGroup]:
-    """Kinds of layers, and of each the layers that share a row."""
     kinds: dict[str, list[str]] = {}
     for layer in layers:
         kinds.setdefault(pattern(layer), []).append(layer)
@@ -113,27 +101,29 @@ def _groups(layers: list[str]) -> list[HeatmapGroup]:
     ]
 
 
-def _map(
-    statistic: Statistic, steps: list[int], groups: list[HeatmapGroup],
-    by_operand: dict[tuple[str, str], list[OperandStats]],
-) -> Chart:  # fmt: skip
-    lines: list[list[str]] = []  # of each row the layers; none between groups
+def _map(statistic: Statistic, steps: list[int], rows: Sequence[OperandStats]) -> Chart:
+    groups = _groups(list(dict.fromkeys(row.layer for row in rows)))
+    lines: list[list[str]] = []  # of each line the layers; none between groups
     places = []
     for _, members in groups:
         lines += [[]] if lines else []
         places.append(len(lines) + (len(members) - 1) / 2)
         lines += members
     labels = [plain(kind) for kind, _ in groups]
-    operands = [operand for operand in OPERANDS if any(key[1] == operand for key in by_operand)]
-    width = (1 - GAP * (len(operands) - 1)) / len(operands)
     columns = min(len(steps), COLUMNS)
+    column_of = {step: number * columns // len(steps) for number, step in enumerate(steps)}
+    line_of = {layer: number for number, layers in enumerate(lines) for layer in layers}
+    panels: defaultdict[str, Cells] = defaultdict(lambda: [[[] for _ in range(columns)] for _ in lines])
+    for row in rows:
+        panels[row.operand][line_of[row.layer]][column_of[row.step]].append(row)
+    operands = [operand for operand in OPERANDS if operand in panels]
+    width = (1 - GAP * (len(operands) - 1)) / len(operands)
     data, annotations, keys = [], [], []
     axes: dict[str, Any] = {}
     for number, operand in enumerate(operands):
         name = str(number + 1) if number else ""
-        cells = _cells(operand, steps, columns, lines, by_operand)
-        edges = statistic.edges or _equal([statistic.value(row) for line in cells for cell in line for row in cell])
-        data.append(_trace(statistic, operand, name, cells, edges, lines))
+        edges = statistic.edges or _equal_levels([statistic.value(row) for row in rows if row.operand == operand])
+        data.append(_trace(statistic, operand, name, panels[operand], edges))
         annotations += [
             _text(name, f"<b>{NAMES[operand]}</b>", 0, top=True),
             _text(name, f"{steps[0]:,}", 0),
@@ -175,56 +165,37 @@ def _text(name: str, text: str, side: int, *, top: bool = False) -> dict[str, An
     }  # fmt: skip
 
 
-def _cells(
-    operand: str, steps: list[int], columns: int, lines: list[list[str]],
-    by_operand: dict[tuple[str, str], list[OperandStats]],
-) -> list[list[list[OperandStats]]]:  # fmt: skip
-    column_of = {step: number * columns // len(steps) for number, step in enumerate(steps)}
-    cells: list[list[list[OperandStats]]] = [[[] for _ in range(columns)] for _ in lines]
-    for line, members in zip(cells, lines, strict=True):
-        for row in (row for layer in members for row in by_operand.get((layer, operand), ())):
-            line[column_of[row.step]].append(row)
-    return cells
-
-
-def _trace(
-    statistic: Statistic, operand: str, name: str, cells: list[list[list[OperandStats]]], edges: Sequence[float],
-    lines: list[list[str]],
-) -> dict[str, Any]:  # fmt: skip
-    """A panel. `meta` has what the page's script makes the text under the pointer of, `customdata` what it shows."""
+def _trace(statistic: Statistic, operand: str, name: str, cells: Cells, edges: Sequence[float]) -> dict[str, object]:
     shades = [f"var(--{statistic.hue}{level})" for level in range(COLOUR_LEVELS)] + ["var(--ink)"]
     scale = [[place / (COLOUR_LEVELS + 1), shade] for n, shade in enumerate(shades) for place in (n, n + 1)]
-    shown = [[_cell(statistic, cell, edges, row) for cell in line] for line, row in zip(cells, lines, strict=True)]
+    shown = [[_cell(statistic, cell, edges) for cell in line] for line in cells]
+    text = f"%{{customdata[0]}}<br>{NAMES[operand]}: <b>%{{customdata[1]}}</b> at {statistic.across} "
     return {
         "type": "heatmap", "xaxis": f"x{name}", "yaxis": f"y{name}", "name": NAMES[operand],
         "z": [[level for level, _ in line] for line in shown],
         "zmin": -0.5, "zmax": COLOUR_LEVELS + 0.5, "colorscale": scale, "showscale": False, "hoverongaps": False,
         "customdata": [[worst for _, worst in line] for line in shown],
-        "meta": {"rows": [[plain(layer, 90) for layer in line] for line in lines], "across": statistic.across},
-        "hoverinfo": "text",
+        "hovertemplate": text + "%{customdata[2]:,}<extra></extra>",
     }  # fmt: skip
 
 
 def _cell(
-    statistic: Statistic, samples: Sequence[OperandStats], edges: Sequence[float], layers: Sequence[str]
-) -> tuple[int | None, list[Any] | None]:
-    """How bad a cell is, 0 to 7 or `BROKEN`, and of its worst sample the step, the value as text and the number of the
-    layer in its row; None without a sample that has a value.
-    """
+    statistic: Statistic, samples: Sequence[OperandStats], edges: Sequence[float]
+) -> tuple[int | None, list[str | int] | None]:
+    """How bad a cell is, 0 to 7 or `BROKEN`, and layer, value and step of its worst sample; None without a value."""
     if broken := [row for row in samples if row.nonfinite]:
         row = broken[0]
-        return BROKEN, [row.step, f"{row.nonfinite:,} values NaN or infinite", layers.index(row.layer)]
+        return BROKEN, [plain(row.layer, 90), f"{row.nonfinite:,} values NaN or infinite", row.step]
     values = [(value, row) for row in samples if not math.isnan(value := statistic.value(row))]
     if not values:
         return None, None
     value, row = statistic.worst(values, key=itemgetter(0))
     above = bisect_right(edges, value)
-    text = f"{value:.4g}{statistic.unit}"
-    return COLOUR_LEVELS - 1 - above if statistic.falling else above, [row.step, text, layers.index(row.layer)]
+    worst = [plain(row.layer, 90), f"{value:.4g}{statistic.unit}", row.step]
+    return COLOUR_LEVELS - 1 - above if statistic.falling else above, worst
 
 
-def _equal(values: Sequence[float]) -> tuple[float, ...]:
-    """Edges of eight equal levels."""
+def _equal_levels(values: Sequence[float]) -> tuple[float, ...]:
     finite = [value for value in values if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     size = max((high - low) / COLOUR_LEVELS, 0.25)

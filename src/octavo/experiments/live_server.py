@@ -1,30 +1,28 @@
-"""The web server of `octavo watch`: one page, its scripts and its data, on this machine only.
+"""The web server of `octavo watch`: one page and its scripts, on this machine only.
 
-It answers GET for a handful of fixed paths, none of which is a file's. A request must name this machine in its Host
-header, as `--host` or localhost do, or where it listens to others by any address or its own name: another site
-could reach the page through a name of its own that points here (DNS rebinding), but not through an address. The content
-security policy forbids scripts in the page itself, so a name or value of a run cannot become one.
+A request must name this machine in its Host header, as `--host` or localhost do, or where it listens to others by any
+address or its own name: another site could reach the page through a name of its own that points here (DNS rebinding).
 """
 
 import errno
 import ipaddress
-import json
 import re
 import socket
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from typing import Any
 
-from octavo.experiments.live_run import LiveRun
-from octavo.experiments.page import plotly_js, render, script
+from octavo.experiments.live_page import LivePage
+from octavo.experiments.page import plotly_js, script
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 8421, 50
 """Ports to try where none is given: the same at each start where it is free, so that a tunnel or a tab goes on."""
-POLICY = (
+POLICY = (  # No scripts in the page itself: a name or value of a run cannot become one
     "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
@@ -32,7 +30,7 @@ HEADERS = {
     "Content-Security-Policy": POLICY, "Cache-Control": "no-store", "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
 }  # fmt: skip
-HTML, SCRIPT, JSON = "text/html; charset=utf-8", "text/javascript; charset=utf-8", "application/json"
+HTML, SCRIPT = "text/html; charset=utf-8", "text/javascript; charset=utf-8"
 
 
 class LiveServer(ThreadingHTTPServer):
@@ -41,13 +39,12 @@ class LiveServer(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, run: LiveRun, *, host: str = LOOPBACK, port: int | None = None) -> None:
-        self._run, self._lock = run, Lock()
+    def __init__(self, page: LivePage, *, host: str = LOOPBACK, port: int | None = None) -> None:
+        self._page, self._lock = page, Lock()
+        code, library = script("live"), plotly_js()
         self.contents: dict[str, tuple[str, Callable[[], str]]] = {
-            "/": (HTML, lambda: page), "/live.js": (SCRIPT, lambda: code), "/plotly.js": (SCRIPT, lambda: library),
-            "/data.json": (JSON, self._data),
+            "/": (HTML, self._html), "/live.js": (SCRIPT, lambda: code), "/plotly.js": (SCRIPT, lambda: library),
         }  # fmt: skip
-        page, code, library = render("live.html.j2", title="run"), script("live"), plotly_js()
         self.address_family, address = _address(host)
         self.names = {"localhost", host.lower(), address}
         self.only_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
@@ -66,7 +63,6 @@ class LiveServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Address of the page."""
         host, port = str(self.server_address[0]), self.server_address[1]
         return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
@@ -75,12 +71,9 @@ class LiveServer(ThreadingHTTPServer):
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
-    def _data(self) -> str:
+    def _html(self) -> str:
         with self._lock:
-            try:
-                return self._run.read()
-            except (ValueError, OSError) as error:
-                return json.dumps({"error": str(error)})
+            return self._page.html()
 
 
 def _address(host: str) -> tuple[socket.AddressFamily, str]:
@@ -118,23 +111,19 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(HTTPStatus.OK, content[1](), content[0])
 
-    def _refuse(self) -> None:
-        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, "GET only.\n")
-
-    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse
-
     def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain; charset=utf-8") -> None:
         body = text.encode()
+        stamp = f'"{sha256(body).hexdigest()}"'
+        if status == HTTPStatus.OK and self.headers.get("If-None-Match") == stamp:
+            status, body = HTTPStatus.NOT_MODIFIED, b""
         self.send_response(status)
         for name, value in HEADERS.items():
             self.send_header(name, value)
+        self.send_header("ETag", stamp)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
-        if status == HTTPStatus.METHOD_NOT_ALLOWED:
-            self.send_header("Allow", "GET")
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Print nothing."""

@@ -4,9 +4,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from octavo.experiments.charts import Chart
 from octavo.experiments.curves import Curves
@@ -14,18 +14,18 @@ from octavo.experiments.heatmap import heatmaps
 from octavo.experiments.verdict import arm_name
 from octavo.inspect.findings import Finding
 from octavo.inspect.stats import OperandStats
-from octavo.train.record.metrics import CONFIG_FILE, LAYERS_FILE, RunResult, RunSetup, read_events, read_metrics
+from octavo.train.record.metrics import (
+    CONFIG_FILE,
+    LAYERS_FILE,
+    RunResult,
+    RunSetup,
+    StepMetrics,
+    read_events,
+    read_metrics,
+)
 from octavo.train.record.statistics import all_findings, limits_of, read_statistics
 
 SAMPLES_SHOWN = 50  # Steps whose samples a page shows
-
-
-@dataclass(frozen=True, kw_only=True)
-class Samples:
-    """What the model wrote after a step."""
-
-    step: int
-    texts: list[dict[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,38 +35,47 @@ class LoggedRun:
     label: str
     slot: int
     result: RunResult
-    curves: Curves
+    steps: list[StepMetrics]
     config: str
     layers: list[list[str]]
     statistics: list[OperandStats]
     findings: list[Finding]
-    events: list[dict[str, Any]]
-    setup: RunSetup | None = None
-    samples: list[Samples] = field(default_factory=list)
+    events: list[dict[str, object]]
+    setup: RunSetup | None
+
+    @cached_property
+    def curves(self) -> Curves:
+        return Curves.of(self.steps)
+
+    @cached_property
+    def heatmaps(self) -> list[Chart]:
+        return heatmaps(self.statistics)
 
     @property
-    def heatmaps(self) -> list[Chart]:
-        """FP8 statistics of the operands, over layers and steps."""
-        return heatmaps(self.statistics)
+    def samples(self) -> list[StepMetrics]:
+        """The last steps after which the model wrote samples, the newest first."""
+        return [row for row in reversed(self.steps) if row.samples][:SAMPLES_SHOWN]
 
 
 def read_runs(folders: list[Path]) -> list[LoggedRun]:
     """Read finished runs. Raises ValueError for a folder without one, and a damaged file."""
     results = [RunResult.read(folder) for folder in folders]
-    logged = []
-    for slot, (folder, result, label) in enumerate(zip(folders, results, _labels(folders, results), strict=True)):
-        statistics, rows = read_statistics(folder), read_metrics(folder, result.steps)
-        samples = [Samples(step=row.step, texts=row.samples) for row in reversed(rows) if row.samples]
-        logged.append(LoggedRun(
-            label=label, slot=slot, result=result, curves=Curves.of(rows), layers=read_layers(folder),
-            config=(folder / CONFIG_FILE).read_text(encoding="utf-8"), statistics=statistics,
-            findings=all_findings(statistics, limits_of(folder)), events=read_events(folder),
-            setup=RunSetup.read(folder), samples=samples[:SAMPLES_SHOWN],
-        ))  # fmt: skip
-    return logged
+    names = labels(folders, results)
+    return [read_run(*each) for each in zip(folders, results, names, range(len(folders)), strict=True)]
 
 
-def _labels(folders: Sequence[Path], results: Sequence[RunResult]) -> list[str]:
+def read_run(folder: Path, result: RunResult, label: str, slot: int = 0) -> LoggedRun:
+    """Read the run of a summary as far as it got."""
+    config, statistics = folder / CONFIG_FILE, read_statistics(folder)
+    return LoggedRun(
+        label=label, slot=slot, result=result, steps=read_metrics(folder, result.steps), layers=read_layers(folder),
+        config=config.read_text(encoding="utf-8"), statistics=statistics, events=read_events(folder),
+        # The limits import torch, which a page without statistics does without.
+        findings=all_findings(statistics, limits_of(folder)) if statistics else [], setup=RunSetup.read(folder),
+    )  # fmt: skip
+
+
+def labels(folders: Sequence[Path], results: Sequence[RunResult]) -> list[str]:
     """A unique label per run: its arm; else with its name; else with its folder."""
     arms = [arm_name(result.precision) for result in results]
     named = [f"{result.name} ({arm})" for result, arm in zip(results, arms, strict=True)]

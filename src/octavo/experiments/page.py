@@ -1,7 +1,5 @@
-"""A report as one HTML file: text, tables, styles, charts and plotly.js inside, nothing fetched.
-
-plotly.js is 4.8 MB. It goes onto the page compressed, as do the charts, and the page's script unpacks it with the
-browser's own `DecompressionStream` (every browser since 2023): 2 MB a report rather than 5.
+"""Templates filled into pages. A report is one file and fetches nothing: plotly.js, 4.8 MB, and the charts lie on it
+compressed, and its script unpacks them with the browser's own `DecompressionStream`.
 """
 
 import base64
@@ -11,7 +9,6 @@ import platform
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
-from typing import Any
 
 from octavo._version import __version__
 from octavo.experiments.charts import Chart
@@ -19,8 +16,7 @@ from octavo.experiments.theme import DARK, FONT, LIGHT, css_variables
 from octavo.runtime.extras import needs_extras
 
 
-def render(template: str, **context: Any) -> str:
-    """Render a template of `templates/` into a page."""
+def render(template: str, **context: object) -> str:
     with needs_extras("a report"):
         from jinja2 import Environment, PackageLoader, StrictUndefined
     environment = Environment(
@@ -36,7 +32,6 @@ def render(template: str, **context: Any) -> str:
 
 
 def plotly_js() -> str:
-    """Return plotly.js."""
     with needs_extras("a report"):
         from plotly.offline import get_plotlyjs
     source: str = get_plotlyjs()
@@ -45,21 +40,15 @@ def plotly_js() -> str:
 
 @cache
 def library() -> str:
-    """Return plotly.js, packed. Raises as `plotly_js`."""
     return pack(plotly_js())
 
 
 def script(page: str) -> str:
-    """Return the script of a kind of page, which draws its charts: "report" or "live"."""
+    """The script of a kind of page, which draws its charts: "report" or "live"."""
     templates = resources.files("octavo.experiments").joinpath("templates")
     return "".join(templates.joinpath(name).read_text(encoding="utf-8") for name in ("charts.js", f"{page}.js"))
 
 
 def pack(text: str) -> str:
-    """Return a text compressed, in characters that HTML leaves alone; `unpack` of the page's script reads it."""
+    """A text compressed, in characters that HTML leaves alone; `unpack` of the page's script reads it."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-
-
-def unpack(packed: str) -> str:
-    """Return the text that `pack` was given."""
-    return gzip.decompress(base64.b64decode(packed)).decode()

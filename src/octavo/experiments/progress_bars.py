@@ -1,7 +1,6 @@
 """Terminal output of a run: a progress bar on stderr during training, tables on stdout at the end.
 
-The loss of a line is the running mean over 5 % of the run. If stderr is not a terminal (a log file, CI), a bar would be
-unreadable: a plain line is printed for every tenth of the run instead.
+The loss of a line is the running mean over 5 % of the run.
 """
 
 from collections import deque
@@ -10,7 +9,6 @@ from math import exp
 from statistics import fmean
 from types import TracebackType
 
-from rich.box import ROUNDED
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -28,6 +26,7 @@ from rich.text import Text
 from octavo.experiments.curves import smoothing_window
 from octavo.experiments.run_report import held_out_label, held_out_text, summary_rows
 from octavo.experiments.verdict import PairVerdict, arm_name
+from octavo.runtime.terminal import table
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.metrics import LOSS, ExpectedStep, RunResult, RunSetup, StepMetrics
 from octavo.train.tasks.registry import task_of
@@ -81,11 +80,9 @@ class ProgressBars:
         self._bars.stop()
 
     def stage(self, text: str) -> None:
-        """Print the beginning of a preparation."""
         self._print(f"{text} …", "dim")
 
     def start(self, config: TrainConfig, first_step: int, setup: RunSetup) -> None:
-        """Open the bar of a run."""
         label = self._label_of(config.run.name) if self._label_of else arm_name(config.precision_label)
         self._label, self._steps, self._unit = label, config.run.steps, task_of(config).unit
         self._setup, self._losses = setup, deque(maxlen=smoothing_window(config.run.steps))
@@ -113,7 +110,6 @@ class ProgressBars:
             self._print("    " + text.replace("\n", "\n    "), "dim")
 
     def note(self, text: str) -> None:
-        """Print a notice."""
         self._print(f"note: {text}", "yellow")
 
     def finish(self, result: RunResult) -> None:
@@ -149,14 +145,10 @@ def summary_table(results: Sequence[RunResult]) -> Table:
 
 
 def value_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table of labels and the values beside them."""
-    table = Table(box=ROUNDED, border_style="dim", header_style="bold")
-    table.add_column("")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    shown = table("", *headings, right=tuple(headings))
     for row in rows:
-        table.add_row(*row)
-    return table
+        shown.add_row(*row)
+    return shown
 
 
 def verdict_text(verdict: PairVerdict) -> Text:

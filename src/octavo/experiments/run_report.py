@@ -1,8 +1,6 @@
 """The report of one run, or of several compared with the first: `report.html` and `verdict.json`.
 
-The page is one file: CSS, charts and script are inline, nothing is fetched, and it follows the reader's light or dark
-scheme. Everything on it is read from what the runs left in their folders, so a report can be written again, later and
-elsewhere, with the same result.
+Everything is read from what the runs left in their folders, so a report can be written again, later and elsewhere.
 """
 
 import json
@@ -45,16 +43,16 @@ class ReportFiles:
 
 def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None = None) -> ReportFiles:
     """Write the report of the runs in the folders `runs` into the folder `out`; the first run is the baseline."""
+    # `prediction`: the speed of the second run's precision on GPUs.
     from octavo.train.record.outputs import check_kind  # imports torch, which the live page does without
 
-    # `prediction`: the speed of the second run's precision on GPUs.
     logged = read_runs(runs)
     verdicts = [verdict(logged[0].result, run.result, prediction) for run in logged[1:]]
     out.mkdir(parents=True, exist_ok=True)
     files = ReportFiles(html=out / "report.html", verdict=out / "verdict.json" if verdicts else None)
     for path in filter(None, (files.html, files.verdict)):
         check_kind(path, "a report")
-    write_file(files.html, _page(logged, verdicts))
+    write_file(files.html, render("report.html.j2", **page_context(logged, verdicts)))
     if files.verdict:
         summary = {"verdicts": [v.to_json() for v in verdicts], "runs": [asdict(run.result) for run in logged]}
         write_file(files.verdict, json.dumps(summary, indent=2) + "\n")
@@ -98,12 +96,10 @@ def summary_rows(results: Sequence[RunResult]) -> list[list[str]]:
 
 
 def held_out_label(name: str) -> str:
-    """A metric on held-out data for people."""
     return HELD_OUT_LOSSES.get(name, f"{name}, held-out")
 
 
 def held_out_text(name: str, value: float | None) -> str:
-    """The value of a metric on held-out data."""
     return "not finite" if value is None else _held_out_format(name).format(value)
 
 
@@ -166,7 +162,8 @@ def run_charts(runs: Sequence[LoggedRun]) -> dict[str, list[Chart]]:
     return {"large": large, "small": small}
 
 
-def _page(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> str:
+def page_context(runs: Sequence[LoggedRun], verdicts: Sequence[PairVerdict]) -> dict[str, object]:
+    """What `report.html.j2` shows of runs, and of those after the first beside it."""
     first, setup = runs[0].result, runs[0].setup
     title = f"{' and '.join(run.label for run in runs[1:])} against {runs[0].label}" if verdicts else runs[0].label
     steps = setup.steps if setup is not None else first.steps
@@ -174,48 +171,74 @@ def _page(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> str:
     stopped = "" if first.stopped == "done" or len(runs) > 1 else f" · stopped at step {first.steps:,} of {steps:,}"
     packages = sorted({package for run in runs for package in run.result.versions})
     versions = [[run.result.versions.get(package, "–") for package in packages] for run in runs]
-    return render(
-        "report.html.j2", title=title, subtitle=f"{first.name} · {size} · {first.device}{stopped}", verdicts=verdicts,
-        chips=CHIPS, tiles=_tiles(runs, verdicts), charts=run_charts(runs), runs=runs,
-        rows=summary_rows([run.result for run in runs]), differences=config_differences([run.config for run in runs]),
-        packages=packages,
-        environment=[[run.label, run.result.device, *own] for run, own in zip(runs, versions, strict=True)],
-    )  # fmt: skip
+    return {
+        "title": title, "subtitle": f"{first.name} · {size} · {first.device}{stopped}", "verdicts": verdicts,
+        "chips": CHIPS, "tiles": _tiles(runs, verdicts), "charts": run_charts(runs), "runs": runs,
+        "rows": summary_rows([run.result for run in runs]),
+        "differences": config_differences([run.config for run in runs]), "packages": packages,
+        "environment": [[run.label, run.result.device, *own] for run, own in zip(runs, versions, strict=True)],
+    }  # fmt: skip
 
 
-def _tiles(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> list[dict[str, str]]:
-    def tile(value: float | None, text: str, label: str) -> dict[str, str]:
-        return {"value": "–" if value is None else text.format(value), "label": label}
+def _tile(value: float | None, text: str, label: str) -> dict[str, str]:
+    return {"value": "–" if value is None else text.format(value), "label": label}
 
-    if len(verdicts) == 1:
-        (pair,) = verdicts
-        speed = tile(pair.speed_ratio, "{:.2f} ×", f"{pair.baseline}'s tokens/s")
-        if pair.prediction is not None:
-            label = f"{pair.baseline}'s speed, predicted, not measured: {pair.prediction.where}"
-            speed = tile(pair.prediction.gain, "{:.2f} ×", label)
-        tiles = [tile(pair.tail_gap_percent, "{:+.2f} %", "loss gap, mean of the last 10 % of steps")]
-        if pair.held_out_sentence:
-            tiles.append(tile(pair.held_out_gap_percent, "{:+.2f} %", "gap of the held-out loss"))
-        return [
-            *tiles,
-            tile(pair.memory_ratio, "{:.2f} ×", f"{pair.baseline}'s bytes saved for backward"),
-            tile(pair.state_ratio, "{:.2f} ×", f"{pair.baseline}'s bytes of optimizer states"),
-            speed,
-        ]
-    if len(runs) == 1:
-        result = runs[0].result
-        held_out = (result.held_out or {}).items()
-        return [
-            *(tile(value, _held_out_format(name), held_out_label(name)) for name, value in held_out),
-            tile(result.losses.tail_mean if result.losses else None, "{:.4f}", "mean loss, last 10 % of steps"),
-            tile(result.tokens_per_s, "{:,.0f}", f"{result.unit}/s, median"),
-            tile(result.saved_bytes_per_token, "{:,.0f}", f"saved for backward, bytes/{result.unit.removesuffix('s')}"),
-        ]
-    return [tile(pair.tail_gap_percent, "{:+.2f} %", f"loss gap of {pair.candidate}") for pair in verdicts]
+
+def _tiles(runs: Sequence[LoggedRun], verdicts: Sequence[PairVerdict]) -> list[dict[str, str]]:
+    """The figures on top: of a run, of the one candidate beside its baseline, or the loss gaps of several."""
+    if not verdicts:
+        return _run_tiles(runs[0])
+    if len(verdicts) > 1:
+        return [_tile(pair.tail_gap_percent, "{:+.2f} %", f"loss gap of {pair.candidate}") for pair in verdicts]
+    (pair,) = verdicts
+    tiles = [_tile(pair.tail_gap_percent, "{:+.2f} %", "loss gap, mean of the last 10 % of steps")]
+    if pair.held_out_sentence:
+        tiles.append(_tile(pair.held_out_gap_percent, "{:+.2f} %", "gap of the held-out loss"))
+    ratio, speed = pair.speed_ratio, f"{pair.baseline}'s tokens/s"
+    if pair.prediction is not None:
+        ratio = pair.prediction.gain
+        speed = f"{pair.baseline}'s speed, predicted, not measured: {pair.prediction.where}"
+    return [
+        *tiles,
+        _tile(pair.memory_ratio, "{:.2f} ×", f"{pair.baseline}'s bytes saved for backward"),
+        _tile(pair.state_ratio, "{:.2f} ×", f"{pair.baseline}'s bytes of optimizer states"),
+        _tile(ratio, "{:.2f} ×", speed),
+    ]
+
+
+def _run_tiles(run: LoggedRun) -> list[dict[str, str]]:
+    """The figures of one run, beside those that were predicted."""
+    result, setup, last = run.result, run.setup, run.steps[-1] if run.steps else None
+    expected, data = (setup.expected, setup.data) if setup is not None else (None, None)
+    tiles = [_tile(v, _held_out_format(name), held_out_label(name)) for name, v in (result.held_out or {}).items()]
+    loss = result.losses.tail_mean if result.losses is not None else None
+    tiles.append(_tile(loss, "{:.4f}", "mean loss, last 10 % of steps"))
+    speed = f", {expected.tokens_per_s:,.0f} predicted" if expected is not None and expected.tokens_per_s else ""
+    tiles.append(_tile(result.tokens_per_s, "{:,.0f}", f"{result.unit}/s, median{speed}"))
+    if result.mfu is not None:
+        fp8 = ""
+        if expected is not None and expected.fp8_flops:
+            fp8 = f"; {result.mfu * expected.bf16_flops / expected.fp8_flops:.1%} of the FP8 peak"
+        tiles.append(_tile(result.mfu, "{:.1%}", f"MFU, of the bf16 peak{fp8}"))
+    if result.peak_memory is not None:
+        memory = f", {expected.memory / 2**30:.1f} predicted" if expected is not None and expected.memory else ""
+        tiles.append(_tile(result.peak_memory / 2**30, "{:.1f} GiB", f"peak memory{memory}"))
+    per_unit = f"saved for backward, bytes/{result.unit.removesuffix('s')}"
+    tiles.append(_tile(result.saved_bytes_per_token, "{:,.0f}", per_unit))
+    if last is not None:
+        tiles.append(_tile(last.grad_norm, "{:.3g}", "gradient norm before clipping"))
+    if last is not None and last.epoch is not None and data is not None:
+        size = f"{data.rows:,} rows"
+        if data.documents is not None and data.tokens is not None:
+            size = f"{data.tokens:,} in {data.documents:,} documents"
+        tiles.append(_tile(last.epoch, "{:.3g}", f"epochs: {last.tokens:,} {result.unit}; the data has {size}"))
+    return tiles
 
 
 def config_differences(configs: Sequence[str]) -> list[list[str]]:
     """The settings that differ between configs: in each row a key and each run's value."""
+    if len(configs) == 1:
+        return []
     from octavo.train.config.run_config import flat  # imports torch
 
     settings = [dict(flat("", tomllib.loads(config))) for config in configs]

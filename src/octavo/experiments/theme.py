@@ -1,12 +1,10 @@
 """Colours and fonts of every chart and page, light and dark.
 
-A figure names its colours as CSS variables, `var(--s0)`; the page's script replaces them by the values of the reader's
-scheme when it draws, so one figure serves light, dark and print. The series are Okabe and Ito's, told apart with any of
-the common colour blindnesses; heat maps have one hue each, whose lightness is the level.
+A figure names its colours as CSS variables, `var(--s0)`, which the page's script replaces by the values of the reader's
+scheme. The series are Okabe and Ito's, told apart with any of the common colour blindnesses.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -60,17 +58,16 @@ DARK = _scheme(  # Values of the CSS variables in each scheme
 
 
 def css_variables(scheme: dict[str, str]) -> str:
-    """Return the declarations of a scheme, `--page: #f5f6f8; …`."""
     return " ".join(f"--{name}: {value};" for name, value in scheme.items())
 
 
 def colour(slot: int, kind: str = "s") -> str:
-    """Return the colour of a series, or with `kind="a"` that of an area; slots repeat after `SERIES`."""
+    """The colour of a series, or with `kind="a"` that of an area; slots repeat after `SERIES`."""
     return f"var(--{kind}{slot % SERIES})"
 
 
-def axis(title: str = "", **settings: Any) -> dict[str, Any]:
-    """Return a Plotly axis: a light grid, no line, labels that never leave the figure."""
+def axis(title: str = "", **settings: object) -> dict[str, object]:
+    """A Plotly axis: a light grid, no line, labels that never leave the figure."""
     soft = {"color": "var(--soft)"}
     return {
         "gridcolor": "var(--grid)", "zeroline": False, "automargin": True, "exponentformat": "e", "ticks": "",
@@ -79,9 +76,8 @@ def axis(title: str = "", **settings: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def layout(height: int, **settings: Any) -> dict[str, Any]:
-    """Return a Plotly layout in the theme's colours and fonts, `height` CSS pixels high."""
-    # Axes, annotations and traces are the caller's; `settings` replace single keys.
+def layout(height: int, **settings: object) -> dict[str, object]:
+    """A Plotly layout in the theme's colours and fonts, `height` CSS pixels high; `settings` replace single keys."""
     return {
         "height": height, "paper_bgcolor": "var(--card)", "plot_bgcolor": "var(--card)",
         "font": {"family": FONT, "size": 12, "color": "var(--ink)"},
@@ -97,5 +93,5 @@ def layout(height: int, **settings: Any) -> dict[str, Any]:
 
 
 def plain(text: str, length: int = 44) -> str:
-    """Return `text` as Plotly draws it literally, shortened to `length`: Plotly reads `<b>` and `&lt;` as HTML."""
+    """`text` as Plotly draws it literally, shortened to `length`: Plotly reads `<b>` and `&lt;` as HTML."""
     return shortened(text, length).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,10 +1,7 @@
 """Two runs, one sentence: is the candidate's loss as good as the baseline's, and at what speed and memory?
 
-Everything said is computed from the two `RunResult`s. The loss compared is the mean over the last 10 % of the steps:
-the loss of a single step depends on that step's batch. The band is ±1 % of the baseline, both ways, because a loss that
-is lower by chance is as little evidence as one that is higher. One pair of runs is one seed: how far two BF16 runs
-with different seeds lie apart is not known from it, so the verdict does not claim that a gap is noise or is not;
-`octavo compare` does, from several seeds.
+The band is ±1 % of the baseline, both ways: a loss that is lower by chance is as little evidence as one that is higher.
+One seed does not tell whether a gap is noise; `octavo compare` does, from several.
 """
 
 import re
@@ -25,8 +22,6 @@ ONE_SEED = (
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedSpeed:
-    """A prediction of the planner."""
-
     gain: float  # Speed-up over bf16
     where: str  # Model, GPUs and tokens
 
@@ -35,30 +30,25 @@ class PredictedSpeed:
 class PairVerdict:
     """The comparison of a candidate with a baseline; gaps are candidate minus baseline."""
 
-    baseline: str  # baseline, candidate: Labels of the arms, as people read them
+    baseline: str  # Label of the arm
     candidate: str
-    # `"within"` the band, `"above"` or `"below"` it; `"none"` where the runs cannot be compared, or are of fewer than
-    # `FEWEST_STEPS` steps.
-    status: Status
-    # final_gap, tail_gap: Gap of the last loss, and of the mean over the last 10 % of steps, in nats per token.
-    final_gap: float | None = None
-    final_gap_percent: float | None = None  # final_gap_percent, tail_gap_percent: The same, in percent of the baseline
-    tail_gap: float | None = None
+    status: Status  # Where the loss lies to the band; `"none"` for runs that cannot be compared, or are too short
+    final_gap: float | None = None  # Of the last loss, in nats per token
+    final_gap_percent: float | None = None  # In percent of the baseline
+    tail_gap: float | None = None  # Of the mean over the last 10 % of steps
     tail_gap_percent: float | None = None
     speed_ratio: float | None = None  # Candidate's tokens/s over the baseline's
     memory_ratio: float | None = None  # Candidate's bytes saved for backward per token over the baseline's
     state_ratio: float | None = None  # Candidate's bytes of optimizer states per parameter over the baseline's
     held_out_status: Status = "none"  # As `status`, of the loss on held-out data at the end; `"none"` without it, too
-    # held_out_gap, held_out_gap_percent: Gap of that loss; None without one of both runs.
     held_out_gap: float | None = None
     held_out_gap_percent: float | None = None
     prediction: PredictedSpeed | None = None  # Predicted speed-up of a larger model on GPUs, if one was made
-    sentence: str  # The verdict on the loss in training
-    held_out_sentence: str = ""  # The verdict on the held-out loss; empty without one
-    notes: tuple[str, ...] = ()  # What else must be known to read it: speed, memory, seeds
+    sentence: str  # On the loss in training
+    held_out_sentence: str = ""  # On the held-out loss; empty without one
+    notes: tuple[str, ...] = ()  # Speed, memory, seeds
 
-    def to_json(self) -> dict[str, Any]:
-        """All fields, and the width of the band."""
+    def to_json(self) -> dict[str, object]:
         return {**asdict(self), "band_percent": BAND_PERCENT}
 
 
@@ -81,12 +71,12 @@ def verdict(a: RunResult, b: RunResult, prediction: PredictedSpeed | None = None
         a.losses.tail_mean, b.losses.tail_mean,
     )  # fmt: skip
     final_gap = b.losses.final - a.losses.final
-    names = {"speed": "tokens_per_s", "memory": "saved_bytes_per_token", "state": "state_bytes_per_parameter"}
-    ratios: Any = {f"{name}_ratio": _ratio(getattr(a, field), getattr(b, field)) for name, field in names.items()}
     pair = PairVerdict(
         baseline=baseline, candidate=candidate, status=status, final_gap=final_gap,
         final_gap_percent=100 * final_gap / a.losses.final, tail_gap=gap, tail_gap_percent=percent,
-        prediction=prediction, sentence=sentence, **_held_out(a, b), **ratios,
+        speed_ratio=_ratio(a.tokens_per_s, b.tokens_per_s), prediction=prediction, sentence=sentence,
+        memory_ratio=_ratio(a.saved_bytes_per_token, b.saved_bytes_per_token),
+        state_ratio=_ratio(a.state_bytes_per_parameter, b.state_bytes_per_parameter), **_held_out(a, b),
     )  # fmt: skip
     return replace(pair, notes=tuple(_notes(a, b, pair)))
 

@@ -1,7 +1,19 @@
 // Figures of `charts.py` with plotly.js, in the reader's colours: drawn again in others when the scheme changes or the
-// page is printed.
+// page is printed. `root.dataset.charts` is the count of drawn charts once all are.
 "use strict";
 const root = document.documentElement, narrow = 560, drawn = [];
+
+async function unpack(page, id) {
+  const bytes = Uint8Array.from(atob(page.getElementById(id).textContent), letter => letter.charCodeAt(0));
+  const stream = new DecompressionStream("gzip"), writer = stream.writable.getWriter();
+  writer.write(bytes);
+  writer.close();
+  return new Response(stream.readable).text();
+}
+
+async function chartsOf(page) {
+  return JSON.parse(await unpack(page, "charts"));
+}
 
 // The figure with CSS variables replaced by the values that the page has now.
 function coloured(value, style) {
@@ -25,16 +37,12 @@ function stacked(layout) {
 
 function figure(chart, place) {
   const {data, layout} = coloured({data: chart.data, layout: chart.layout}, getComputedStyle(root));
-  for (const trace of data.filter(trace => trace.type === "heatmap")) {
-    trace.hovertext = trace.customdata.map((cells, row) => cells.map(cell =>
-      cell && `${trace.meta.rows[row][cell[2]]}<br>${trace.name}: <b>${cell[1]}</b> at ${trace.meta.across} ${cell[0].toLocaleString("en")}`));
-    delete trace.customdata;
-  }
   if ("xaxis2" in layout && place.clientWidth < narrow) stacked(layout);
   const finger = matchMedia("(pointer: coarse)").matches;
   if (finger) layout.dragmode = false;  // it scrolls the page
   layout.width = place.clientWidth;
   if (chart.logarithmic) Object.assign(layout.yaxis, {type: "log", range: chart.log});
+  layout.uirevision = Boolean(chart.logarithmic);  // while it is the same, the reader's zoom stays
   return [data, layout, {
     displaylogo: false, displayModeBar: !finger, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
     typesetMath: false, showSendToCloud: false, plotlyServerURL: "", toImageButtonOptions: {filename: chart.title, scale: 2},
@@ -49,13 +57,27 @@ function drawAll() {
   return Promise.all(drawn.map(draw));
 }
 
-// `one` has the chart, which may be another one by the time of the click, and its place.
-function switchAxis(button, one) {
-  button.addEventListener("click", () => {
-    one.chart.logarithmic = !one.chart.logarithmic;
-    button.setAttribute("aria-pressed", one.chart.logarithmic);
-    draw(one);
-  });
+// Draw charts in the places of a page; one that was drawn before keeps its zoom and its kind of axis.
+async function place(page, charts) {
+  const before = new Map(drawn.map(one => [one.chart.title, one]));
+  const places = [...page.querySelectorAll(".plot")];
+  drawn.splice(0, drawn.length, ...charts.map((chart, number) => {
+    const old = before.get(chart.title);
+    if (old) places[number].replaceWith(old.place);
+    return {chart: {...chart, logarithmic: Boolean(old?.chart.logarithmic && chart.log)}, place: old?.place ?? places[number]};
+  }));
+  for (const button of page.querySelectorAll("[data-log]")) {
+    const one = drawn[button.dataset.log];
+    const show = () => button.setAttribute("aria-pressed", one.chart.logarithmic);
+    button.addEventListener("click", () => {
+      one.chart.logarithmic = !one.chart.logarithmic;
+      show();
+      draw(one);
+    });
+    show();
+  }
+  await drawAll();
+  root.dataset.charts = charts.length;
 }
 
 function followReader() {

@@ -1,24 +1,11 @@
-// A report: library and charts lie on the page, compressed. `root.dataset.charts` is the count of drawn charts once all
-// are.
-async function unpack(id) {
-  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), letter => letter.charCodeAt(0));
-  const stream = new DecompressionStream("gzip"), writer = stream.writable.getWriter();
-  writer.write(bytes);
-  writer.close();
-  return new Response(stream.readable).text();
-}
-
+// A report: plotly.js lies on the page, compressed as the charts.
 async function start() {
-  const places = [...document.querySelectorAll(".plot")];
-  const [library, list] = await Promise.all([unpack("plotly"), unpack("charts")]);
-  const charts = JSON.parse(list), element = document.createElement("script");
+  const [library, charts] = await Promise.all([unpack(document, "plotly"), chartsOf(document)]);
+  const element = document.createElement("script");
   element.textContent = library;
   document.head.append(element);
-  drawn.push(...places.map((place, number) => ({chart: charts[number], place})));
-  for (const button of document.querySelectorAll("[data-log]")) switchAxis(button, drawn[button.dataset.log]);
-  await drawAll();
+  await place(document, charts);
   followReader();
-  root.dataset.charts = places.length;
 }
 
 start().catch(error => {
