@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,8 @@ from typer.testing import CliRunner
 
 from octavo._version import __version__
 from octavo.cli import app
+from octavo.experiments.demo import demo_configs
+from octavo.experiments.progress_bars import ProgressBars
 
 ROOT = Path(__file__).parents[1]
 TINY = """
@@ -93,13 +96,6 @@ def test_help_teaches_the_tool():
         assert words in re.sub(r" +\n", "\n", result.stdout)
 
 
-@pytest.mark.parametrize("command", ["train", "demo", "doctor"])
-def test_each_command_has_examples(command):
-    result = octavo(command, "--help")
-    assert result.exit_code == 0
-    assert result.stdout.count(f"octavo {command}") >= 3  # usage and at least two examples
-
-
 def test_version():
     assert octavo("--version").stdout == f"octavo {__version__}\n"
 
@@ -173,9 +169,7 @@ def test_a_demo_compares_both_arms(config, here, cache):
     (verdict,), (bf16, fp8) = content["verdicts"], content["runs"]
     assert (bf16["precision"], fp8["precision"]) == ("bf16", f"{level} tensorwise")
     assert verdict["tail_gap"] == fp8["losses"]["tail_mean"] - bf16["losses"]["tail_mean"] != 0
-    assert (
-        abs(bf16["losses"]["first"] - fp8["losses"]["first"]) < 0.02 * bf16["losses"]["first"]
-    )  # one start, one batch
+    assert fp8["losses"]["first"] == pytest.approx(bf16["losses"]["first"], rel=0.02)  # one start, one batch
     assert fp8["saved_bytes_per_token"] < bf16["saved_bytes_per_token"]
     assert bf16["state_bytes_per_parameter"] == pytest.approx(12, abs=0.01)  # the step counts are beside
     assert 4 < fp8["state_bytes_per_parameter"] < 4.5
@@ -208,16 +202,10 @@ def test_a_demo_overwrites_nothing(here):
     ],
 )  # fmt: skip
 def test_the_warmup_of_a_demo_fits_its_steps(overrides, warmup):
-    from octavo.experiments.demo import demo_configs
-
     assert {config.optim.warmup for config in demo_configs(overrides)} == {warmup}
 
 
 def test_a_stopped_demo_says_how_to_go_on(config, here, cache, monkeypatch):
-    import signal
-
-    from octavo.experiments.progress_bars import ProgressBars
-
     settings = [*TINY_DEMO, "data.source=corpus.txt", f"data.cache={cache.as_posix()}"]
     monkeypatch.setattr(ProgressBars, "step", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     result = octavo("demo", *settings, "--steps", 4, "--out", "my out")
@@ -312,21 +300,10 @@ def test_doctor_deep_refuses_a_case_it_does_not_know():
     refused(octavo("doctor", "--deep", "--device", "cpu", "--only", "quantise"), "quantise", "quantize_pair")
 
 
-@pytest.mark.slow
-def test_sigterm_saves_and_is_a_success(config, here):
-    import signal
-    import time
-
-    command = [sys.executable, "-m", "octavo", "train", str(config), "run.steps=100000", "--out", "out"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
-    metrics = here / "out/metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
-    assert "--resume" in stdout
+def test_sigterm_saves_and_is_a_success(config, here, monkeypatch):
+    monkeypatch.setattr(ProgressBars, "step", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    result = octavo("train", config, "--out", "out")
+    assert result.exit_code == 0 and "Stopped and saved after 1 step." in result.stdout, result.output
     assert json.loads((here / "out/run.json").read_text())["stopped"] == "sigterm"
 
 

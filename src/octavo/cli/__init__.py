@@ -1,11 +1,7 @@
 """The command line: `octavo init | train | watch | export | demo | compare | inspect | doctor | plan | calibrate`.
 
-A user error (a wrong key, a missing file, unusable data) prints one message on stderr and exits with code 2;
-`--traceback` prints the traceback. Code 1 is a failed run: a non-finite loss. A run stopped by a signal saves and exits
-with 0. `octavo compare` has its own codes, for CI; `exit_codes.py` lists all others. Results go to stdout, progress and
-messages to stderr.
-
-Commands import torch and the trainer inside, so that help and command line errors appear without delay.
+Results go to stdout, progress and messages to stderr; `exit_codes.py` lists the exit codes. Commands import torch and
+the trainer inside, so that help and command line errors appear without delay.
 """
 
 import os

@@ -1,9 +1,7 @@
-"""What `--help` shows under each command: lines to type. Click keeps line breaks after a backspace on a line."""
+"""What `--help` shows under each command: lines to type."""
 
-EXAMPLES = {
+_LINES = {
     "octavo": """
-\b
-Examples:
   # BF16 against every part in FP8 on a small model; three to eight minutes on two CPU cores
   octavo demo
   # one run, into runs/<its name>; any setting can be given after the file
@@ -20,8 +18,6 @@ Examples:
   octavo calibrate
 """,
     "init": """
-\b
-Examples:
   # the models
   octavo init --list
   # writes llama3-8b.toml: batch, checkpointing and sharding that fit, with reasons and predicted figures
@@ -29,8 +25,6 @@ Examples:
   octavo init --model mixtral-8x7b --gpu h200 --gpus 64 --out runs/mixtral.toml
 """,
     "train": """
-\b
-Examples:
   octavo train configs/demo.toml
   octavo train configs/demo.toml run.steps=50 optim.lr=1e-3 --out runs/short
   octavo train configs/demo.toml --out runs/short --resume
@@ -42,23 +36,17 @@ Examples:
   torchrun --nproc-per-node 8 -m octavo train configs/demo.toml precision.level=fp8 parallel.fp8_comm=on
 """,
     "watch": """
-\b
-Examples:
   octavo watch runs/demo
   # on another machine, through a tunnel: ssh -L 8421:127.0.0.1:8421 there
   octavo watch runs/demo --port 8421
 """,
     "export": """
-\b
-Examples:
   octavo export runs/demo/checkpoints/step-000200 exported
   # then: AutoModelForCausalLM.from_pretrained("exported")
   # the FP8 values of training, for `vllm serve exported`
   octavo export runs/demo/checkpoints/step-000200 exported --to fp8-row --max-shard-size 5GB
 """,
     "demo": """
-\b
-Examples:
   octavo demo
   octavo demo --steps 50 --recipe mxfp8 --out runs/mxfp8
   # products alone in FP8, and as many tokens as configs/demo.toml
@@ -66,8 +54,6 @@ Examples:
   octavo demo --seed 1 optim.lr=1e-3
 """,
     "compare": """
-\b
-Examples:
   octavo compare configs/demo.toml --arm bf16 --arm rowwise:precision.level=fp8
   # settings after CONFIG are for all arms; these five seeds
   octavo compare configs/demo.toml run.steps=100 --seeds 1,2,3,5,8 --out runs/recipes \\
@@ -81,16 +67,12 @@ Examples:
   octavo compare --losses losses.json --margin 1 --json
 """,
     "inspect": """
-\b
-Examples:
   octavo train configs/demo.toml precision.level=fp8 inspect.every=50 'inspect.what_if=["tensorwise"]' --out runs/looked
   octavo inspect runs/looked
   octavo inspect runs/looked --step 100 --by underflow --top 40
   octavo inspect runs/looked/checkpoints/step-000200 --json > operands.json
 """,
     "doctor": """
-\b
-Examples:
   octavo doctor
   octavo doctor --device cpu
   octavo doctor --json > doctor.json
@@ -99,8 +81,6 @@ Examples:
   octavo doctor --deep --seconds 600 --only e4m3/row
 """,
     "plan": """
-\b
-Examples:
   # memory of a training step by category, beside bf16 and each precision level; no GPU, no data, no weights
   octavo plan --memory configs/llama2-7b.toml
   octavo plan --memory configs/demo.toml precision.level=fp8 optim.batch=64 --limit 24
@@ -111,11 +91,11 @@ Examples:
   octavo plan configs/llama2-7b.toml optim.micro_batches=2 --gpu h200 --gpus 8 --json > plan.json
 """,
     "calibrate": """
-\b
-Examples:
   # the products of Llama-sized linears; a minute or two on one GPU
   octavo calibrate
   # own linears: tokens, in_features, out_features
   octavo calibrate --shapes 8192,3072,9216 --shapes 8192,9216,3072 --recipe blockwise
 """,
 }
+EXAMPLES = {name: f"\b\nExamples:{lines}" for name, lines in _LINES.items()}
+"""By command. Click keeps line breaks after a backspace on a line."""

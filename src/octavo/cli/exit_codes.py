@@ -1,14 +1,13 @@
 """Exit codes of `octavo`, for shells and CI, and handling of closed output.
 
-    0, 1, 3, 4   from a command itself: done, or a verdict; each command's help lists its own
+    0, 1, 3, 4   from `typer.Exit`: done (also when a signal stopped a run), a failed run, or a verdict
     2            a user error, or an output that cannot be written
     70           Octavo failed: a traceback is on stderr
     130          interrupted, as 128 + SIGINT
     141          stdout or stderr was closed before the end, as 128 + SIGPIPE
 
 Python, Click and Rich exit with 1 for tracebacks and closed pipes, but code 1 of `octavo compare` means "an arm is
-worse". Python exits with 120 if it cannot flush stdout at the end. So 0, 1, 3 and 4 come only from `typer.Exit`, and
-0 from Typer's options of completion.
+worse".
 """
 
 import os
