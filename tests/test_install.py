@@ -113,12 +113,12 @@ def test_the_trainer_names_what_installs_it():
     code = f"""
 import octavo
 try:
-    octavo.train
+    octavo.train.run
 except ModuleNotFoundError as error:
     print(error, error.name, sep="|", flush=True)
 {SCRIPT}
 """
     done = python(code, ["tokenizers"], "train", "configs/demo.toml")
-    line = f"No module named 'tokenizers', which octavo.train needs: {INSTALL}"
-    assert done.stdout == f"{line}|tokenizers\n"
-    assert (done.returncode, done.stderr) == (2, f"error: {line}\n")
+    line = "No module named 'tokenizers', which {} needs: " + INSTALL
+    assert done.stdout == line.format("octavo.train") + "|tokenizers\n"
+    assert (done.returncode, done.stderr) == (2, f"error: {line.format('this command')}\n")
