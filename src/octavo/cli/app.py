@@ -4,8 +4,6 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,6 +28,21 @@ class _Group(TyperGroup):
             _keep_values(command, ctx)
         return command
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; turn a user error into one message and exit code 2."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            if is_closed(sys.stdout) or is_closed(sys.stderr):
+                raise
+            raise RuntimeError("a pipe broke that is neither stdout nor stderr") from error
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+            if ctx.obj["traceback"]:
+                traceback.print_exc()
+            elif is_first_rank() or type(error).__name__ != "SharedError":  # the first rank prints it
+                show_error(missing(error, "this command") if isinstance(error, ModuleNotFoundError) else str(error))
+            raise typer.Exit(USAGE_ERROR) from None
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:
             _keep_values(self, ctx)
@@ -53,23 +66,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-@contextmanager
-def user_errors(context: typer.Context) -> Iterator[None]:
-    """Turn a user error into one message and exit code 2."""
-    try:
-        yield
-    except BrokenPipeError as error:
-        if is_closed(sys.stdout) or is_closed(sys.stderr):
-            raise
-        raise RuntimeError("a pipe broke that is neither stdout nor stderr") from error
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        if context.obj["traceback"]:
-            traceback.print_exc()
-        elif is_first_rank() or type(error).__name__ != "SharedError":  # the first rank prints it
-            show_error(missing(error, "this command") if isinstance(error, ModuleNotFoundError) else str(error))
-        raise typer.Exit(USAGE_ERROR) from None
 
 
 def is_first_rank() -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import app, is_first_rank, print_plain, show_error, user_errors
+from octavo.cli.app import app, is_first_rank, print_plain, show_error
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.exit_codes import verdict
 from octavo.cli.options import Overrides, Shrink, flag, option, path_argument, path_option
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 @app.command(epilog=EXAMPLES["compare"])
 def compare(
-    context: typer.Context,
     config: Annotated[Path | None, path_argument("CONFIG", "Configuration of all runs.")] = None,
     overrides: Overrides = None,
     arm: Annotated[
@@ -58,15 +57,14 @@ def compare(
     few seeds; 4 stopped before the end. Other codes: 70 Octavo failed, 130
     Ctrl-C, 141 the output was closed before the verdict.
     """  # fmt: skip
-    with user_errors(context):
-        if losses is not None:
-            if config is not None or arm or seeds is not None or out is not None:
-                raise ValueError("--losses reads finished losses: leave out CONFIG, --arm, --seeds and --out")
-            _compare_losses_file(losses, margin, confidence / 100, max_seeds, as_json)
-            return
-        if config is None:
-            raise ValueError("there is nothing to compare: give CONFIG and two --arm, or --losses FILE")
-        _train(config, overrides or [], arm or [], seeds or "3", out, margin, confidence, max_seeds, as_json, shrink)
+    if losses is not None:
+        if config is not None or arm or seeds is not None or out is not None:
+            raise ValueError("--losses reads finished losses: leave out CONFIG, --arm, --seeds and --out")
+        _compare_losses_file(losses, margin, confidence / 100, max_seeds, as_json)
+        return
+    if config is None:
+        raise ValueError("there is nothing to compare: give CONFIG and two --arm, or --losses FILE")
+    _train(config, overrides or [], arm or [], seeds or "3", out, margin, confidence, max_seeds, as_json, shrink)
 
 
 def _compare_losses_file(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import app, print_plain, user_errors
+from octavo.cli.app import app, print_plain
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.options import flag, option, path_argument
 from octavo.runtime.terminal import stdout, width
@@ -31,7 +31,6 @@ SHOWN = 10  # Maximum number of findings shown
 
 @app.command(name="inspect", epilog=EXAMPLES["inspect"])
 def inspect_run(
-    context: typer.Context,
     run: Annotated[Path, path_argument("RUN", "A run's folder, or a checkpoint.")],
     step: Annotated[int | None, option("A sampled step; default: the last.")] = None,
     by: Annotated[str, typer.Option(help=f"Worst first, by {', '.join(ORDERS)}.")] = "sqnr",
@@ -43,32 +42,31 @@ def inspect_run(
     Reads statistics.jsonl, which a run with inspect.every writes: what crossed
     a limit in any sampled step, and the worst operands of one of them.
     """
-    with user_errors(context):
-        from octavo.numerics.suggestions import counted_noun, nearest
-        from octavo.train.record.statistics import all_findings, limits_of, run_of, statistics_of
+    from octavo.numerics.suggestions import counted_noun, nearest
+    from octavo.train.record.statistics import all_findings, limits_of, run_of, statistics_of
 
-        if by not in ORDERS:
-            raise ValueError(f"--by {by}: no such order{nearest(by, ORDERS)}; one of {', '.join(ORDERS)}")
-        rows = statistics_of(run)
-        sampled = sorted({row.step for row in rows})
-        selected = sampled[-1] if step is None else step
-        if selected not in sampled:
-            near = min(sampled, key=lambda number: abs(number - selected))
-            raise ValueError(f"step {selected} was not sampled; the nearest that was is {near} (--step {near})")
-        shown = sorted((row for row in rows if row.step == selected), key=ORDERS[by])
-        if as_json:
-            print(json.dumps([row.to_json() for row in shown], indent=1))
-            return
-        console = stdout()
-        findings = all_findings(rows, limits_of(run_of(run)))
-        figures = counted_noun(len(findings), "figure") if findings else "No figures"
-        print_plain(console, f"{figures} crossed a limit in {counted_noun(len(sampled), 'sampled step')}.")
-        for finding in findings[:SHOWN]:
-            print_plain(console, f"  {finding}")
-        if len(findings) > SHOWN:
-            print_plain(console, f"  … and {len(findings) - SHOWN} more: report.html has a table and heat maps")
-        title = f"step {selected:,}: {min(top, len(shown))} of {len(shown)}, worst {by} first"
-        print("\n".join(_table(shown[:top], title).lines(width())))
+    if by not in ORDERS:
+        raise ValueError(f"--by {by}: no such order{nearest(by, ORDERS)}; one of {', '.join(ORDERS)}")
+    rows = statistics_of(run)
+    sampled = sorted({row.step for row in rows})
+    selected = sampled[-1] if step is None else step
+    if selected not in sampled:
+        near = min(sampled, key=lambda number: abs(number - selected))
+        raise ValueError(f"step {selected} was not sampled; the nearest that was is {near} (--step {near})")
+    shown = sorted((row for row in rows if row.step == selected), key=ORDERS[by])
+    if as_json:
+        print(json.dumps([row.to_json() for row in shown], indent=1))
+        return
+    console = stdout()
+    findings = all_findings(rows, limits_of(run_of(run)))
+    figures = counted_noun(len(findings), "figure") if findings else "No figures"
+    print_plain(console, f"{figures} crossed a limit in {counted_noun(len(sampled), 'sampled step')}.")
+    for finding in findings[:SHOWN]:
+        print_plain(console, f"  {finding}")
+    if len(findings) > SHOWN:
+        print_plain(console, f"  … and {len(findings) - SHOWN} more: report.html has a table and heat maps")
+    title = f"step {selected:,}: {min(top, len(shown))} of {len(shown)}, worst {by} first"
+    print("\n".join(_table(shown[:top], title).lines(width())))
 
 
 def _table(rows: "list[OperandStats]", title: str) -> "Table":

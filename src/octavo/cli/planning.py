@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import app, user_errors
+from octavo.cli.app import app
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.options import AsJson, Config, Overrides, Shrink, flag, path_option
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 @app.command(epilog=EXAMPLES["doctor"])
 def doctor(
-    context: typer.Context,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1; auto takes a GPU where there is one.")] = "auto",
     as_json: AsJson = False,
     deep: Annotated[bool, flag("--deep", "Compare all Triton kernels with the reference instead.")] = False,
@@ -37,18 +36,16 @@ def doctor(
     inputs and is compared with the reference byte for byte. Exit code 1 if any
     differs.
     """
-    with user_errors(context):
-        from octavo.kernels import doctor as checkup
+    from octavo.kernels import doctor as checkup
 
-        if deep:
-            equal = checkup.doctor_deep(_device(device), as_json=as_json, seconds=seconds, seed=seed, only=only)
-            raise typer.Exit(0 if equal else 1)
-        checkup.doctor(_device(device), as_json=as_json)
+    if deep:
+        equal = checkup.doctor_deep(_device(device), as_json=as_json, seconds=seconds, seed=seed, only=only)
+        raise typer.Exit(0 if equal else 1)
+    checkup.doctor(_device(device), as_json=as_json)
 
 
 @app.command(epilog=EXAMPLES["plan"])
 def plan(
-    context: typer.Context,
     config: Config,
     overrides: Overrides = None,
     memory: Annotated[bool, flag("--memory", "Plan the memory of a training step.")] = False,
@@ -82,18 +79,16 @@ def plan(
     largest batch that fits. Predictions use the GPU's data sheet, and times of
     octavo calibrate if --calibration is set or the GPU is in this machine.
     """
-    with user_errors(context):
-        from octavo.train.run_plan import console as run
+    from octavo.train.run_plan import console as run
 
-        run(
-            config, overrides or [], memory=memory, gpu=gpu, gpus=gpus, calibration=calibration, device=device,
-            limit=limit, layers=layers, as_json=as_json, shrink=shrink,
-        )  # fmt: skip
+    run(
+        config, overrides or [], memory=memory, gpu=gpu, gpus=gpus, calibration=calibration, device=device,
+        limit=limit, layers=layers, as_json=as_json, shrink=shrink,
+    )  # fmt: skip
 
 
 @app.command(epilog=EXAMPLES["calibrate"])
 def calibrate(
-    context: typer.Context,
     shapes: Annotated[
         list[str] | None,
         typer.Option(metavar="M,K,N", help="Tokens, in_features, out_features of a linear; may be repeated."),
@@ -109,13 +104,12 @@ def calibrate(
     a caller waits for least, for the GPU or for the host. Every later run on this
     machine uses them, and octavo plan predicts with them.
     """
-    with user_errors(context):
-        from octavo.kernels.gemm.calibrate import calibrate as run
-        from octavo.planner.host_time import calibrate_host
+    from octavo.kernels.gemm.calibrate import calibrate as run
+    from octavo.planner.host_time import calibrate_host
 
-        where = _device(device)
-        run(where, recipe, shapes or [])
-        calibrate_host(where)
+    where = _device(device)
+    run(where, recipe, shapes or [])
+    calibrate_host(where)
 
 
 def _device(name: str) -> "torch.device":

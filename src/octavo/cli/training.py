@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import app, is_first_rank, print_plain, show_error, user_errors
+from octavo.cli.app import app, is_first_rank, print_plain, show_error
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.options import Config, Overrides, Shrink, flag, option, path_argument, path_option
 from octavo.runtime.terminal import stderr, stdout
@@ -28,7 +28,6 @@ def _complete_model(incomplete: str) -> list[str]:
 
 @app.command(epilog=EXAMPLES["init"])
 def init(
-    context: typer.Context,
     model: Annotated[str | None, option("Name of a model in --list.", autocompletion=_complete_model)] = None,
     gpu: Annotated[str, typer.Option(help="GPU to train on, as h100, or a TOML file that describes one.")] = "h100",
     gpus: Annotated[int, typer.Option(help="How many there are in all.")] = 1,
@@ -44,31 +43,30 @@ def init(
     file has the reasons and the predicted figures. Needs no GPU; takes seconds,
     or minutes for a model with many experts.
     """
-    with user_errors(context):
-        from octavo.experiments.ready_models import ready_model, ready_models
+    from octavo.experiments.ready_models import ready_model, ready_models
 
-        if list_models:
-            width = max(map(len, ready_models()))
-            for name, ready in ready_models().items():
-                print(f"{name:<{width}}  {ready.title}: {ready.about}")
-            return
-        if model is None:
-            raise ValueError(
-                f"say which model, as octavo init --model {next(iter(ready_models()))}; octavo init --list shows all"
-            )
-        ready = ready_model(model)
-        path = out or Path(f"{model}.toml")
-        if path.is_dir() or (path.exists() and not force):
-            problem = "is a folder: give the name of a file" if path.is_dir() else "exists: add --force to overwrite it"
-            raise ValueError(f"{path} {problem}, or give another with --out")
-        from octavo.experiments.fit_layout import write_configuration
-
-        step = write_configuration(ready, gpu, gpus, path)
-        print_plain(
-            stdout(),
-            f"written: {path}, {step.tokens_per_second:,.0f} tokens/s and {step.peak / 2**30:.1f} GiB a GPU predicted\n"
-            f"to try it on a CPU: octavo train {path} --shrink",
+    if list_models:
+        width = max(map(len, ready_models()))
+        for name, ready in ready_models().items():
+            print(f"{name:<{width}}  {ready.title}: {ready.about}")
+        return
+    if model is None:
+        raise ValueError(
+            f"say which model, as octavo init --model {next(iter(ready_models()))}; octavo init --list shows all"
         )
+    ready = ready_model(model)
+    path = out or Path(f"{model}.toml")
+    if path.is_dir() or (path.exists() and not force):
+        problem = "is a folder: give the name of a file" if path.is_dir() else "exists: add --force to overwrite it"
+        raise ValueError(f"{path} {problem}, or give another with --out")
+    from octavo.experiments.fit_layout import write_configuration
+
+    step = write_configuration(ready, gpu, gpus, path)
+    print_plain(
+        stdout(),
+        f"written: {path}, {step.tokens_per_second:,.0f} tokens/s and {step.peak / 2**30:.1f} GiB a GPU predicted\n"
+        f"to try it on a CPU: octavo train {path} --shrink",
+    )
 
 
 @app.command(epilog=EXAMPLES["train"])
@@ -94,53 +92,52 @@ def train(
     never overwritten. SIGTERM and Ctrl-C save before they stop. With
     run.restarts=N a run that crashes resumes by itself, up to N times.
     """
-    with user_errors(context):
-        from octavo.cli import STARTUP
-        from octavo.experiments.progress_bars import ProgressBars, summary_table
-        from octavo.experiments.run_report import write_report
-        from octavo.numerics.suggestions import counted_noun
-        from octavo.train import LostRankError, NonFiniteError, RunResult, load_config, run
-        from octavo.train.config.shrink import change_of
+    from octavo.cli import STARTUP
+    from octavo.experiments.progress_bars import ProgressBars, summary_table
+    from octavo.experiments.run_report import write_report
+    from octavo.numerics.suggestions import counted_noun
+    from octavo.train import LostRankError, NonFiniteError, RunResult, load_config, run
+    from octavo.train.config.shrink import change_of
 
-        STARTUP.lap("imports")
-        if best_effort and not resume:
-            raise ValueError("--best-effort is for --resume: give both, or neither")
-        notes: list[str] = []
-        settings = load_config(config, overrides or [], notes.append, change_of(shrink, notes.append))
-        folder = (out or Path(settings.run.out or Path("runs") / settings.run.name)).expanduser()
-        if settings.run.restarts and not supervised and not dry_run:
-            arguments = [str(config), *(overrides or []), "--out", str(folder), *(["--shrink"] if shrink else [])]
-            arguments += ["--best-effort"] if best_effort else []
-            raise typer.Exit(_supervised(context, arguments, folder, resume=resume, restarts=settings.run.restarts))
-        failure = None
-        with ProgressBars(stderr()) if is_first_rank() else nullcontext() as bars:
-            if bars is not None:
-                for note in notes:
-                    bars.note(note)
-            try:
-                result = run(
-                    settings, out=folder, resume=resume, progress=bars, startup=STARTUP, dry_run=dry_run,
-                    best_effort=best_effort,
-                )  # fmt: skip
-            except NonFiniteError as error:
-                failure = error
-            except LostRankError as error:
-                show_error(str(error))
-                raise typer.Exit(1) from None
-        if dry_run and failure is None and is_first_rank():
-            text = f"The run can start: its first step took {result.wall_s:.1f} s"
-            print_plain(stdout(), f"{text if result.steps else 'Stopped before its first step'}. Nothing was kept.")
-        elif not dry_run and is_first_rank():
-            result = result if failure is None else RunResult.read(folder)
-            console = stdout()
-            console.print(summary_table([result]))
-            _show_files(console, folder, write_report([folder], folder))
-            if end := ENDS.get(result.stopped):
-                print_plain(console, end.format(counted_noun(result.steps, "step")))
-        if failure is not None:
-            if dry_run or is_first_rank():
-                show_error(str(failure))
-            raise typer.Exit(1)
+    STARTUP.lap("imports")
+    if best_effort and not resume:
+        raise ValueError("--best-effort is for --resume: give both, or neither")
+    notes: list[str] = []
+    settings = load_config(config, overrides or [], notes.append, change_of(shrink, notes.append))
+    folder = (out or Path(settings.run.out or Path("runs") / settings.run.name)).expanduser()
+    if settings.run.restarts and not supervised and not dry_run:
+        arguments = [str(config), *(overrides or []), "--out", str(folder), *(["--shrink"] if shrink else [])]
+        arguments += ["--best-effort"] if best_effort else []
+        raise typer.Exit(_supervised(context, arguments, folder, resume=resume, restarts=settings.run.restarts))
+    failure = None
+    with ProgressBars(stderr()) if is_first_rank() else nullcontext() as bars:
+        if bars is not None:
+            for note in notes:
+                bars.note(note)
+        try:
+            result = run(
+                settings, out=folder, resume=resume, progress=bars, startup=STARTUP, dry_run=dry_run,
+                best_effort=best_effort,
+            )  # fmt: skip
+        except NonFiniteError as error:
+            failure = error
+        except LostRankError as error:
+            show_error(str(error))
+            raise typer.Exit(1) from None
+    if dry_run and failure is None and is_first_rank():
+        text = f"The run can start: its first step took {result.wall_s:.1f} s"
+        print_plain(stdout(), f"{text if result.steps else 'Stopped before its first step'}. Nothing was kept.")
+    elif not dry_run and is_first_rank():
+        result = result if failure is None else RunResult.read(folder)
+        console = stdout()
+        console.print(summary_table([result]))
+        _show_files(console, folder, write_report([folder], folder))
+        if end := ENDS.get(result.stopped):
+            print_plain(console, end.format(counted_noun(result.steps, "step")))
+    if failure is not None:
+        if dry_run or is_first_rank():
+            show_error(str(failure))
+        raise typer.Exit(1)
 
 
 ENDS = {  # The last line of output by `RunResult.stopped`, with the number of steps
@@ -168,7 +165,6 @@ def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, r
 
 @app.command(epilog=EXAMPLES["export"])
 def export(
-    context: typer.Context,
     checkpoint: Annotated[Path, path_argument("CHECKPOINT", "A folder step-NNNNNN.")],
     out: Annotated[Path, path_argument("OUT", "A folder that is new, or empty.")],
     to: Annotated[
@@ -186,18 +182,16 @@ def export(
     rowwise, fp8-block (DeepSeek-V3's layout) for blockwise, mxfp8 for mxfp8;
     heads, norms and embeddings keep their type.
     """
-    with user_errors(context):
-        from octavo.train.checkpoint.export import export as write
-        from octavo.train.signals import exit_on
+    from octavo.train.checkpoint.export import export as write
+    from octavo.train.signals import exit_on
 
-        with exit_on(signal.SIGTERM):
-            exported = write(checkpoint, out, to, max_shard_size, ema=ema, merge=merge)
-        print_plain(stdout(), str(exported))
+    with exit_on(signal.SIGTERM):
+        exported = write(checkpoint, out, to, max_shard_size, ema=ema, merge=merge)
+    print_plain(stdout(), str(exported))
 
 
 @app.command(epilog=EXAMPLES["demo"])
 def demo(
-    context: typer.Context,
     overrides: Overrides = None,
     out: Annotated[Path | None, path_option("Output folder; default: runs/demo, or the next that is free.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each arm; default: 100.")] = None,
@@ -215,25 +209,24 @@ def demo(
     the speed is the planner's prediction for Llama 3 8B on H100s.
     """
     options = {"run.steps": steps, "precision.recipe": recipe, "run.device": device, "run.seed": seed}
-    with user_errors(context):
-        from octavo.experiments.demo import demo_configs, free_folder, run_demo
-        from octavo.experiments.progress_bars import ProgressBars, summary_table, verdict_text
+    from octavo.experiments.demo import demo_configs, free_folder, run_demo
+    from octavo.experiments.progress_bars import ProgressBars, summary_table, verdict_text
 
-        settings = [f"{key}={value}" for key, value in options.items() if value is not None]
-        configs = demo_configs([*(overrides or []), *settings], level)
-        folder = out or free_folder(Path("runs/demo"))
-        with ProgressBars(stderr()) as bars:
-            result = run_demo(configs, folder, bars)
-        console = stdout()
-        console.print(summary_table(result.arms))
-        if result.files is None or result.verdict is None:
-            print_plain(console, "Stopped before both arms were trained: there is no verdict.")
-            print_plain(console, f"To finish the arm that was stopped:\n  {result.go_on}")
-            return
-        console.print(verdict_text(result.verdict))
-        _show_files(console, folder, result.files)
-        if any(arm.stopped == "non-finite" for arm in result.arms):
-            raise typer.Exit(1)
+    settings = [f"{key}={value}" for key, value in options.items() if value is not None]
+    configs = demo_configs([*(overrides or []), *settings], level)
+    folder = out or free_folder(Path("runs/demo"))
+    with ProgressBars(stderr()) as bars:
+        result = run_demo(configs, folder, bars)
+    console = stdout()
+    console.print(summary_table(result.arms))
+    if result.files is None or result.verdict is None:
+        print_plain(console, "Stopped before both arms were trained: there is no verdict.")
+        print_plain(console, f"To finish the arm that was stopped:\n  {result.go_on}")
+        return
+    console.print(verdict_text(result.verdict))
+    _show_files(console, folder, result.files)
+    if any(arm.stopped == "non-finite" for arm in result.arms):
+        raise typer.Exit(1)
 
 
 def _show_files(console: "Console", folder: Path, files: "ReportFiles") -> None:
@@ -245,7 +238,6 @@ def _show_files(console: "Console", folder: Path, files: "ReportFiles") -> None:
 
 @app.command(epilog=EXAMPLES["watch"])
 def watch(
-    context: typer.Context,
     run: Annotated[Path, path_argument("RUN", "A run's output folder.")],
     port: Annotated[int | None, option("Port; default: the first free one from 8421 on.", min=0, max=65535)] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; by default this machine alone.")] = "127.0.0.1",
@@ -258,18 +250,17 @@ def watch(
     begun, goes on, was killed or has ended. Ctrl-C ends it; the run does not
     notice.
     """
-    with user_errors(context):
-        from octavo.experiments.live_page import LivePage, run_folder
-        from octavo.experiments.live_server import LiveServer
+    from octavo.experiments.live_page import LivePage, run_folder
+    from octavo.experiments.live_server import LiveServer
 
-        folder = run_folder(run)
-        with LiveServer(LivePage(folder), host=host, port=port) as server:
-            print_plain(stdout(), f"{folder} is shown at {server.url}  (Ctrl-C ends it)")
-            if open_browser:
-                import webbrowser
+    folder = run_folder(run)
+    with LiveServer(LivePage(folder), host=host, port=port) as server:
+        print_plain(stdout(), f"{folder} is shown at {server.url}  (Ctrl-C ends it)")
+        if open_browser:
+            import webbrowser
 
-                webbrowser.open(server.url)
-            try:
-                server.serve_forever()
-            except KeyboardInterrupt:
-                return
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
