@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,16 +25,15 @@ def curve(start, end, steps=STEPS):
 
 def runs(name, losses, *, diverged=(), ends=None, **changes):
     """An arm with these tail losses, on seeds 1, 2, …; `diverged` at half the steps on some."""
-    results, curves = [], []
+    results, curves = {}, {}
     for seed, loss in enumerate(losses, 1):
         steps = STEPS // 2 if seed in diverged else STEPS
         facts = {"steps": steps, "tokens": 256 * steps, "losses": Losses(first=8.0, final=loss, tail_mean=loss)}
         if seed in diverged:
             facts["stopped"] = "non-finite"
-        results.append(result(**facts | changes))
-        curves.append(curve(8.0, ends or loss, steps))
-    seeds = tuple(range(1, len(losses) + 1))
-    return ArmRuns(name=name, settings=(), seeds=seeds, results=tuple(results), curves=tuple(curves))
+        results[seed] = result(**facts | changes)
+        curves[seed] = curve(8.0, ends or loss, steps)
+    return ArmRuns(name=name, settings=(), results=results, curves=curves)
 
 
 BASE = [3.0000712, 3.2999136, 2.9000357]
@@ -70,7 +70,7 @@ def test_a_verdict_is_that_of_the_losses(gaps, verdict, outcome, words):
 def test_held_out_losses_have_a_verdict_of_their_own(gaps, held_out, code, tmp_path):
     arms = [runs("base", BASE), runs("arm", gap(*gaps))]
     for arm, losses in zip(arms, (BASE, gap(*held_out)), strict=True):
-        for one, loss in zip(arm.results, losses, strict=True):
+        for one, loss in zip(arm.results.values(), losses, strict=True):
             object.__setattr__(one, "held_out", {"loss": loss, "loss_high_precision": 1.0})
     comparison = compare_arms(arms)
     verdicts = [losses.arms[0].verdict for losses in (comparison.losses, comparison.held_out)]
@@ -81,7 +81,7 @@ def test_held_out_losses_have_a_verdict_of_their_own(gaps, held_out, code, tmp_p
     assert {label: values for label, *values in comparison_rows(comparison)}["held-out verdict"] == ["", verdicts[1]]
     write_comparison(comparison, ["", ""], tmp_path)
     assert f"held-out loss: {verdicts[1]}" in (tmp_path / "report.html").read_text()
-    object.__setattr__(arms[0].results[0], "held_out", None)
+    object.__setattr__(arms[0].results[1], "held_out", None)
     assert compare_arms(arms).held_out is None
 
 
@@ -184,8 +184,8 @@ def test_the_files_say_what_was_found(settings, tmp_path):
 
 
 def test_a_comparison_in_which_nothing_ended_has_a_page_too(settings, tmp_path):
-    empty = curve(8, 3, steps=0)
-    arms = [ArmRuns(**vars(runs(name, BASE, diverged=(1, 2, 3))) | {"curves": (empty,) * 3}) for name in "ab"]
+    curves = dict.fromkeys((1, 2, 3), curve(8, 3, steps=0))
+    arms = [replace(runs(name, BASE, diverged=(1, 2, 3)), curves=curves) for name in "ab"]
     comparison = compare_arms(arms)
     write_comparison(comparison, settings, tmp_path)
     assert "fewer than two pairs of runs of b and a ended" in text_of((tmp_path / "report.html").read_text())

@@ -26,7 +26,7 @@ def write_comparison(comparison: Comparison, settings: Sequence[str], out: Path)
     for name in FILES:
         check_kind(out / name, "a report")
     runs = comparison.runs
-    first, seeds = runs[0].results[0], ", ".join(map(str, comparison.seeds))
+    first, seeds = runs[0].results[comparison.seeds[0]], ", ".join(map(str, comparison.seeds))
     page = render(
         "compare.html.j2", title=f"{' and '.join(run.name for run in runs[1:])} against {comparison.baseline}",
         subtitle=f"{first.parameters:,} parameters · {first.tokens:,} tokens a run · seeds {seeds} · {first.device}",
@@ -114,8 +114,8 @@ def _run_json(run: ArmRuns, time: TimeToLoss | None) -> dict[str, object]:
         "settings": list(run.settings),
         "losses": {str(seed): None if seed in run.diverged else run.loss(seed) for seed in run.seeds},
         "held_out_losses": {str(seed): finite(run.held_out(seed)) for seed in run.seeds},
-        "steps": {str(seed): result.steps for seed, result in zip(run.seeds, run.results, strict=True)},
-        "tokens_per_s": {str(s): result.tokens_per_s for s, result in zip(run.seeds, run.results, strict=True)},
+        "steps": {str(seed): result.steps for seed, result in run.results.items()},
+        "tokens_per_s": {str(seed): result.tokens_per_s for seed, result in run.results.items()},
         "time_to_loss": None if time is None else vars(time),
     }
 
@@ -131,12 +131,11 @@ def _charts(runs: Sequence[ArmRuns]) -> list[Chart]:
     """Mean loss of each arm, and its gap to the baseline; shaded, the range of all seeds."""
     lines, gaps = [], []
     for slot, run in enumerate(runs):
-        steps, losses = longest([(curve.step, curve.loss) for curve in run.curves])
+        steps, losses = longest([(curve.step, curve.loss) for curve in run.curves.values()])
         if not np.isfinite(mean := np.mean(losses, 0)).any():
             continue
         lines.append(_line(run.name, slot, steps, mean, [smooth(loss) for loss in losses], noisy=True))
-        pairs = zip(runs[0].curves, run.curves, strict=True)
-        steps, of_seeds = longest([gap_percent(base, own) for base, own in pairs])
+        steps, of_seeds = longest([gap_percent(runs[0].curves[seed], own) for seed, own in run.curves.items()])
         smoothed = [smooth(gap) for gap in of_seeds]
         if slot and np.isfinite(smoothed).any():
             gaps.append(_line(run.name, slot, steps, np.mean(smoothed, 0), smoothed, noisy=False))

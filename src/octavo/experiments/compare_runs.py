@@ -145,10 +145,9 @@ def compare(
             _check_data([out / folder for folder in results])
             runs = []
             for arm in arms:
-                of_arm = {folder: results[folder] for folder in map(arm.folder, arm.configs)}
-                curves = tuple(_curves(out / folder, result) for folder, result in of_arm.items())
-                seeds, ends = tuple(arm.configs), tuple(of_arm.values())
-                runs.append(ArmRuns(name=arm.name, settings=arm.settings, seeds=seeds, results=ends, curves=curves))
+                ends = {seed: results[arm.folder(seed)] for seed in arm.configs}
+                curves = {seed: _curves(out / arm.folder(seed), result) for seed, result in ends.items()}
+                runs.append(ArmRuns(name=arm.name, settings=arm.settings, results=ends, curves=curves))
             comparison = compare_arms(runs, margin=margin, confidence=confidence, max_seeds=planned)
             write_comparison(comparison, [next(iter(arm.configs.values())).to_toml() for arm in arms], out)
             return comparison

@@ -5,7 +5,7 @@ The loss of a run is its mean over the last 10 % of the steps; a run that stops 
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,31 +23,33 @@ STOPPED = 4  # Exit code of a comparison that was stopped before its last run: t
 class ArmRuns:
     name: str
     settings: tuple[str, ...]
-    seeds: tuple[int, ...]
-    results: tuple[RunResult, ...]
-    curves: tuple[Curves, ...]
+    results: Mapping[int, RunResult]  # By seed
+    curves: Mapping[int, Curves]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(self.results)
 
     @property
     def diverged(self) -> tuple[int, ...]:
         """Seeds whose run stopped on a value that is not finite, or has no finite loss."""
-        pairs = zip(self.seeds, self.results, strict=True)
-        return tuple(seed for seed, result in pairs if result.stopped == "non-finite" or result.losses is None)
+        runs = self.results.items()
+        return tuple(seed for seed, result in runs if result.stopped == "non-finite" or result.losses is None)
 
     def loss(self, seed: int) -> float:
         """NaN of a run that diverged."""
-        losses = self.results[self.seeds.index(seed)].losses
+        losses = self.results[seed].losses
         return math.nan if seed in self.diverged or losses is None else losses.tail_mean
 
     def held_out(self, seed: int) -> float:
         """Last loss on held-out data; NaN of a run that diverged, or without one."""
-        loss = held_out_loss(self.results[self.seeds.index(seed)])
+        loss = held_out_loss(self.results[seed])
         return math.nan if seed in self.diverged or loss is None else loss
 
     @property
     def has_held_out(self) -> bool:
         """Whether each run that did not diverge has measured a loss on held-out data."""
-        pairs = zip(self.seeds, self.results, strict=True)
-        return all(seed in self.diverged or LOSS in (result.held_out or {}) for seed, result in pairs)
+        return all(seed in self.diverged or LOSS in (run.held_out or {}) for seed, run in self.results.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ def compare_arms(
     """Compare the arms `runs[1:]` with `runs[0]`, all of the same seeds and steps."""
     baseline, *others = runs
     have_held_out = all(run.has_held_out for run in runs)
-    have_held_out = have_held_out and any(result.held_out for run in runs for result in run.results)
+    have_held_out = have_held_out and any(result.held_out for run in runs for result in run.results.values())
     verdicts, held_out = (
         compare_losses(
             [loss(baseline, seed) for seed in baseline.seeds],
@@ -143,14 +145,14 @@ def _arm_notes(run: ArmRuns, losses: ArmLosses) -> list[str]:
             f"The losses of {run.name} are the baseline's: do its settings change anything? "
             "precision.recipe, for one, takes precision.level=fp8."
         )
-    if skipped := sum(result.skipped_steps for result in run.results):
+    if skipped := sum(result.skipped_steps for result in run.results.values()):
         notes.append(f"{run.name} skipped {skipped:,} steps on overflow.")
     return notes
 
 
 def _ratio(baseline: ArmRuns, arm: ArmRuns, value: Callable[[RunResult], float | None]) -> float | None:
     """The median over the seeds of the arm's value over the baseline's."""
-    pairs = [(value(b), value(a)) for b, a in zip(baseline.results, arm.results, strict=True)]
+    pairs = [(value(baseline.results[seed]), value(arm.results[seed])) for seed in baseline.seeds]
     ratios = [after / before for before, after in pairs if before and after is not None]
     return statistics.median(ratios) if ratios else None
 
@@ -160,16 +162,15 @@ def times_to_loss(runs: Sequence[ArmRuns]) -> list[TimeToLoss | None]:
     seeds = [seed for seed in runs[0].seeds if not any(seed in run.diverged for run in runs)]
     if not seeds:
         return [None] * len(runs)
-    index = [runs[0].seeds.index(seed) for seed in seeds]
-    smoothed = [[smooth(run.curves[i].loss) for i in index] for run in runs]
+    smoothed = [[smooth(run.curves[seed].loss) for seed in seeds] for run in runs]
     # The lowest loss that all reach on each seed; every curve holds a finite value.
     targets = [max(float(np.nanmin(curve)) for curve in curves) for curves in zip(*smoothed, strict=True)]
     rows: list[tuple[tuple[int, ...], float, float]] = []
     for run, curves in zip(runs, smoothed, strict=True):
         steps, tokens, seconds = [], [], []
-        for i, curve, target in zip(index, curves, targets, strict=True):
+        for seed, curve, target in zip(seeds, curves, targets, strict=True):
             taken = int(np.flatnonzero(curve <= target)[0]) + 1
-            result = run.results[i]
+            result = run.results[seed]
             assert result.tokens_per_s is not None
             steps.append(taken)
             tokens.append(result.tokens / result.steps * taken)
@@ -185,7 +186,7 @@ def _notes(runs: Sequence[ArmRuns], losses: LossComparison) -> list[str]:
     notes = []
     if losses.extended:
         notes.append(losses.extension)
-    results = [result for run in runs for result in run.results]
+    results = [result for run in runs for result in run.results.values()]
     devices = sorted({result.device for result in results})
     if len(devices) > 1:
         notes.append(f"The runs are of different devices ({', '.join(devices)}): their speeds cannot be compared.")
