@@ -1,8 +1,4 @@
-"""The tokenizer: a byte-level BPE trained on the data, or the tokenizer of a model.
-
-A byte-level BPE encodes any text without loss. It is trained on a sample, because the merges of a small vocabulary
-converge within a few megabytes. A model's tokenizer is loaded by `AutoTokenizer` from any layout and saved completely:
-special tokens, chat template, maximal length. Code in its folder never runs.
+"""The tokenizer: a byte-level BPE trained on a sample of the data, or the tokenizer of a model, in any layout.
 
 Text is encoded without special tokens, and the end-of-document token follows each document; there is no BOS token.
 """
@@ -43,7 +39,6 @@ class TextTokenizer:
 
     @property
     def size(self) -> int:
-        """Number of ids, added tokens included."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
@@ -113,33 +108,27 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     """Load a tokenizer with `AutoTokenizer`, in any layout, without running code of its folder."""
     # Documents end with its `eos_token`, else its `sep_token` (BERT).
     # Raises ConfigError if there is no tokenizer, a package is missing, it needs its own code, or it has no end token.
-    from transformers import AutoTokenizer  # two seconds to import, and not every caller loads one
+    import transformers  # two seconds to import, and not every caller loads one
 
     remedy = "save one there (AutoTokenizer's save_pretrained), or give the folder of one as data.tokenizer"
     if not folder.is_dir():
         raise ConfigError(f"no tokenizer could be loaded from {folder}: it is no folder")
-    custom = _custom_classes(folder)
+    if custom := [name for name in _custom_classes(folder) if not hasattr(transformers, name)]:
+        raise ConfigError(
+            f"the tokenizer in {folder} needs its own code ({', '.join(custom)}), which Octavo never runs: convert it "
+            "to tokenizer.json and remove auto_map from tokenizer_config.json"
+        )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # of no common type: each class and format fails in its own way
         reason = _missing_package(folder) or one_line(error)
-        if isinstance(error, LookupError | TypeError | AttributeError):
-            reason = f"one of its files is damaged or not of a tokenizer ({reason})"
-        if reason.startswith("Couldn't instantiate"):
-            reason = "it holds no vocabulary (as tokenizer.json, tokenizer.model, vocab.txt) that its class reads"
-        if custom:
-            reason = f"it needs its own code ({', '.join(custom)}), which Octavo never runs"
         raise ConfigError(f"no tokenizer could be loaded from {folder}: {reason}; {remedy}") from None
-    name = type(tokenizer).__name__
-    if custom and name.removesuffix("Fast") not in {other.removesuffix("Fast") for other in custom}:
-        raise ConfigError(
-            f"the tokenizer in {folder} needs its own code ({', '.join(custom)}), which Octavo never runs, and "
-            f"{name} of Transformers may encode differently: convert it to tokenizer.json and remove auto_map from "
-            "tokenizer_config.json"
-        )
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # a class made without any of its files
-        files = ", ".join(dict.fromkeys((*type(tokenizer).vocab_files_names.values(), "tokenizer.json")))
-        raise ConfigError(f"{folder} holds no tokenizer: none of the files of {name} ({files}); {remedy}")
+        names = ", ".join(dict.fromkeys((*type(tokenizer).vocab_files_names.values(), "tokenizer.json")))
+        name = type(tokenizer).__name__
+        raise ConfigError(f"{folder} holds no tokenizer: none of the files of {name} ({names}); {remedy}")
     end = tokenizer.eos_token or tokenizer.sep_token
     if end not in tokenizer.get_vocab():
         problem = f"the tokenizer in {folder} has no eos_token in its vocabulary, which is needed to end documents"
@@ -154,7 +143,6 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
 
 
 def _custom_classes(folder: Path) -> list[str]:
-    """Classes of custom code that the folder's tokenizer needs."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         classes = settings.get("auto_map", {})
@@ -165,7 +153,7 @@ def _custom_classes(folder: Path) -> list[str]:
 
 
 def _missing_package(folder: Path) -> str:
-    """The missing package for the folder's vocabulary, with its install command; empty if none is missing."""
+    """The missing package for the folder's vocabulary; "" if none is. Transformers' error may name the wrong one."""
     for path in sorted((*folder.glob("*.model"), *folder.glob("*.tiktoken"))):
         with path.open("rb") as file:
             is_text = file.readline(1000).rstrip().rpartition(b" ")[2].isdigit()  # tiktoken: base64, a space, the id
