@@ -1,24 +1,16 @@
-"""packed_attention: attention inside each of several packed documents, by PyTorch's variable-length attention.
+"""Attention inside each of several packed documents, by PyTorch's variable-length attention.
 
     document     0 0 0 1 1 | 2 3 3 3 3        rows of a batch [B,S], one after the other: B·S tokens
     offsets      0 3 5 6 10 10 10             where each document starts; the last ones repeat: documents without tokens
 
-`varlen_attn` computes only what is inside a document, forward and backward. With SDPA instead, Transformers builds a
-mask [B,1,S,S], which disables flash attention and of which every layer saves a copy in the dtype of q.
-
-Transformers hands the result of its mask functions to every layer. The one registered here returns the offsets, so they
-arrive wherever a mask would, through compiled blocks and recomputations too: [N+1] for causal masks, and with a sliding
-window of W the same numbers as [W,N+1], by a stride of 0. The window is that of the mask, as for SDPA, because some
-layers do not have the argument `sliding_window` (Qwen2-MoE). Masks of other kinds are errors, as are soft caps, sinks
-and dropout, which the op does not have. Outside of `documents` everything is SDPA.
-
-The number of offsets is the same for many batches, so that compiled blocks have static shapes, and the host never waits
-for the device to count documents. They are not far more than documents: for each, backward on a GPU holds 128 rows of
-∂Q in fp32 for a while. The op runs on GPUs; on a CPU it computes document by document, as written here.
+Transformers hands the result of its mask functions to every layer, through compiled blocks and recomputations too. The
+one registered here returns the offsets: [N+1] for causal masks, and with a sliding window of W the same numbers as
+[W,N+1], by a stride of 0, because some layers do not know their window (Qwen2-MoE). Outside of `documents` everything
+is SDPA. On a CPU the op computes document by document, as written here.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -47,7 +39,7 @@ _offsets: ContextVar[Tensor | None] = ContextVar("offsets", default=None)  # Of 
 
 
 def register() -> None:
-    """Register the attention, its masks, and the op's CPU kernels; again is harmless."""
+    """Register the attention, its masks, and the op's CPU kernels, once."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -59,7 +51,7 @@ def register() -> None:
         torch.library.register_kernel(f"{OP}_backward", "cpu", exact(_cpu_backward))
 
 
-def is_varlen(model: Any) -> bool:
+def is_varlen(model: object) -> bool:
     """Whether a model computes attention by `attention`."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
 
@@ -116,7 +108,9 @@ def documents(offsets: Tensor) -> Iterator[None]:
         _offsets.reset(token)
 
 
-def _mask(*args: Any, mask_function: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+def _mask(
+    *args: object, mask_function: Callable[..., object], attention_mask: Tensor | None = None, **kwargs: object
+) -> Tensor | None:
     """Transformers' interface of masks: the offsets of documents, or SDPA's mask."""
     if (offsets := _offsets.get()) is None:
         import transformers.masking_utils as masks
@@ -128,11 +122,11 @@ def _mask(*args: Any, mask_function: Any, attention_mask: Tensor | None = None, 
     if attention_mask is not None or kinds:
         what = f"masks by {', '.join(sorted(kinds))}" if kinds else "a mask of padding"
         raise ValueError(f"variable-length attention has causal masks and sliding windows only, and the model {what}")
-    windows = [part.__closure__[0].cell_contents for part in parts if _name(part) == WINDOW]
+    windows = [inspect.getclosurevars(part).nonlocals["sliding_window"] for part in parts if _name(part) == WINDOW]
     return offsets.expand(min(windows), -1) if windows else offsets
 
 
-def _parts(mask: Any) -> Iterator[Any]:
+def _parts(mask: Callable[..., object]) -> Iterator[Callable[..., object]]:
     """The functions of which a mask function of Transformers is made, itself among them."""
     yield mask
     for cell in getattr(mask, "__closure__", None) or ():
@@ -142,7 +136,7 @@ def _parts(mask: Any) -> Iterator[Any]:
                 yield from _parts(part)
 
 
-def _name(part: Any) -> str:
+def _name(part: object) -> str:
     return getattr(part, "__qualname__", type(part).__name__)
 
 
@@ -176,7 +170,7 @@ def attention(
     return out[..., :values].view(rows, length, heads, values), None
 
 
-def _check(module: nn.Module, query: Tensor, key: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
+def _check(module: nn.Module, query: Tensor, key: Tensor, dropout: float, kwargs: Mapping[str, object]) -> None:
     """Raise ValueError for attention that the op does not compute."""
     causal = kwargs.get("is_causal")
     problems = {
@@ -194,11 +188,11 @@ def _check(module: nn.Module, query: Tensor, key: Tensor, dropout: float, kwargs
         raise ValueError(f"{type(module).__name__} has {', '.join(found)}, which variable-length attention has not")
 
 
-def problem(model: Any) -> str:
+def problem(model: nn.Module) -> str:
     """Why a model set to `NAME` cannot train with it, from a forward of two documents without storage; "" if it can."""
     seen: list[Tensor] = []
 
-    def observe(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def observe(module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
         seen.extend(t for t in tensors if t.dtype == torch.int32 and t.shape[-1] == len(offsets))
 
@@ -237,7 +231,7 @@ def _grouped(tensor: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
 
 def _cpu_forward(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, offsets_k: Tensor, max_q: int, max_k: int,
-    is_causal: bool, scale: float, window_size: list[int], *_: Any,
+    is_causal: bool, scale: float, window_size: list[int], *_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output [T,H,D], logsumexp [H,T] and an unused random state, as the op on a GPU."""
     dtype, out = torch.promote_types(query.dtype, torch.float32), torch.zeros_like(query)
