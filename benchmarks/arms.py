@@ -4,11 +4,11 @@ import copy
 import dataclasses
 import importlib
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ import octavo
 from benchmarks.session import Session
 from benchmarks.timing import Run, Timing
 from octavo.kernels import needs_both_orders, quantize
-from octavo.kernels.library import DECOMPOSITIONS
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.operands import QuantizedGradient, QuantizedInput, Quantizer
 from octavo.numerics.spec import QuantSpec
@@ -29,9 +28,7 @@ TORCHAO = "torchao.float8"
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to compute a module: `bf16`, `octavo <recipe>`, `torchao <recipe>`, `opaque <recipe>`, Octavo with
-    opaque ops under `torch.compile`, or `given <recipe>`, with maxima that are known before; `eager` or `compiled`.
-    """
+    """`bf16`, `octavo <recipe>`, `torchao <recipe>` or `given <recipe>` (known maxima); `eager` or `compiled`."""
 
     name: str
     mode: str = "eager"
@@ -62,7 +59,7 @@ def build(module: nn.Module, arm: Arm, session: Session) -> Callable[..., Tensor
     """A copy of a bf16 module, computed as the arm says. Raises ImportError for torchao where there is none."""
     kind, _, recipe = arm.name.partition(" ")
     made: Any = copy.deepcopy(module)
-    if kind in ("octavo", "opaque", "given"):
+    if kind in ("octavo", "given"):
         made = octavo.convert(made, recipe, verbose=False)
         for layer in made.modules() if kind == "given" else ():
             if is_converted(layer):
@@ -72,8 +69,7 @@ def build(module: nn.Module, arm: Arm, session: Session) -> Callable[..., Tensor
     if arm.mode == "compiled":
         torch._dynamo.reset()  # each arm and shape is compiled by itself, for static shapes
         backend = "inductor" if session.gpu else "aot_eager"  # without a GPU: traced and partitioned, not code made
-        compiled = torch.compile(made, dynamic=False, backend=backend)
-        return _TracedOpaque(compiled) if kind == "opaque" else compiled
+        return torch.compile(made, dynamic=False, backend=backend)
     return made
 
 
@@ -94,24 +90,7 @@ class _GivenMaxima(Quantizer):
         return g if w is not None else None, g if x is not None else None
 
 
-class _TracedOpaque(nn.Module):
-    """Keeps Octavo's ops in the graph, which the first call makes. PyTorch's cache must not hand out the other one."""
-
-    def __init__(self, compiled: nn.Module) -> None:
-        super().__init__()
-        self.compiled, self.traced = compiled, False
-
-    def forward(self, *arguments: Any) -> Tensor:
-        if not self.traced:
-            self.traced = True
-            with mock.patch.dict(DECOMPOSITIONS, clear=True), torch.compiler.config.patch(cache_key_tag="opaque"):
-                return self(*arguments)
-        y: Tensor = self.compiled(*arguments)
-        return y
-
-
 def to_torchao(module: nn.Module, recipe: str, *, emulate: bool = False) -> nn.Module:
-    """A module converted by torchao. Raises ImportError where there is none."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
@@ -123,7 +102,6 @@ def to_torchao(module: nn.Module, recipe: str, *, emulate: bool = False) -> nn.M
 
 
 def importable(name: str) -> bool:
-    """Whether a module, such as torchao's (see `--peers`), can be imported."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -160,6 +138,18 @@ def speedup(rows: Sequence[dict[str, Any]], row: dict[str, Any], **same: Any) ->
                 ratios[name] = round(base[field] / row[field], 4)
         break
     return ratios
+
+
+def by_the_clock(session: Session, steps: int, runs: Sequence[Run]) -> Timing:
+    """The median time of a training step, whose optimizer cannot be captured."""
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        runs[0]()
+        if session.gpu:
+            torch.cuda.synchronize(session.device)
+        times.append(1e3 * (time.perf_counter() - start))
+    return Timing(None, statistics.median(times) if session.clock.timed else None, None, "wall")
 
 
 def in_turns(

@@ -17,10 +17,7 @@ def find() -> str | None:
 
 
 def run(page: Path, *options: str) -> tuple[str, list[str]]:
-    """Open a file and return its document after its scripts, and what they wrote to the console.
-
-    `options` are Chromium's, such as `--window-size=390,844`. Raises FileNotFoundError without a browser.
-    """
+    """Open a file and return its document after its scripts, and what they wrote to the console."""
     done = _chromium(page, "--dump-dom", *options)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 

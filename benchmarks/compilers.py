@@ -12,20 +12,17 @@ class CannotPretend(RuntimeError):
 
 
 def compiler(variable: str, *names: str) -> str | None:
-    """The compiler that an environment variable names, or else the first of these that is installed."""
     names = (os.environ[variable],) if variable in os.environ else names
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def folder_of(package: str) -> Path:
-    """The folder of an installed package, which need not be imported."""
     spec = find_spec(package)
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
 
 
 def build(command: str | None, source: Path, library: Path, *options: str) -> None:
-    """Build a shared library; raises CannotPretend where the compiler fails."""
     words = [str(command), "-O1", "-shared", "-fPIC", str(source), *options, "-o", str(library)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:

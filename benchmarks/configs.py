@@ -1,12 +1,5 @@
-"""configs/<model>.toml and docs/configurations.md: ready configurations, each with predicted steps at its head.
-
-For every model of `src/octavo/experiments/models.toml` and for 1, 8, 64 and 512 GPUs, `octavo.experiments.fit_layout`
-looks for the fastest step that fits, in FP8 and at level bf16. Plans only; nothing runs on a GPU. Dense models take a
-minute each, those with many experts ten.
-
-  python -m benchmarks configs
-  python -m benchmarks configs --models llama3-8b qwen3-8b
-  python -m benchmarks configs --document
+"""configs/<model>.toml and docs/configurations.md: for every model of `experiments/models.toml` and 1 to 512 GPUs the
+fastest step that fits, as planned in FP8 and in bf16. Dense models take a minute each, those with many experts ten.
 """
 
 import json

@@ -1,15 +1,11 @@
-"""Every Triton kernel in every configuration beside the reference, as `octavo doctor --deep` compares them.
-
-Most of the time goes into compiling, so all cores compile first: each process of a pool runs a share of the cases once,
-which fills Triton's cache. Then one process compares, a row per op and format, in rounds of new inputs. In a rehearsal
-Triton's interpreter runs one case of each op.
+"""Every Triton kernel in every configuration beside the reference, as `octavo doctor --deep` compares them, but
+compiled by all cores first, into Triton's cache. In a rehearsal Triton's interpreter runs one case of each op.
 """
 
 import multiprocessing
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
 
 import torch
 
@@ -37,18 +33,15 @@ def compile_case(index: int, only: str) -> None:
 
 def compile_all(session: Session, count: int, seconds: float) -> Row:
     workers = min(os.cpu_count() or 1, 16, count)
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     start = time.monotonic()
-    futures = [pool.submit(compile_case, index, session.options.only) for index in range(count)]
-    done, _ = wait(futures, timeout=seconds)
-    processes = list((pool._processes or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in processes:  # one that hangs in a kernel would hold the device
-        process.kill()
-    failed = sum(future.exception() is not None for future in done if not future.cancelled())
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:  # whose end ends its processes, also hung ones
+        jobs = [pool.apply_async(compile_case, (index, session.options.only)) for index in range(count)]
+        for job in jobs:
+            job.wait(max(start + seconds - time.monotonic(), 0.0))
+        succeeded = [job.successful() for job in jobs if job.ready()]
     return {
-        "result": f"{len(done) - failed} of {count} cases on {workers} cores",
-        "wall_ms": round(1e3 * (time.monotonic() - start)), "failed": failed,
+        "result": f"{sum(succeeded)} of {count} cases on {workers} cores",
+        "wall_ms": round(1e3 * (time.monotonic() - start)), "failed": succeeded.count(False),
     }  # fmt: skip
 
 

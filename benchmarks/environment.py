@@ -1,6 +1,4 @@
-"""What a result file says about the machine it was measured on, and how it is kept: never half of one in the place of a
-whole one.
-"""
+"""What a result file says about its machine, and how it is written: never half of one in the place of a whole one."""
 
 import datetime
 import importlib.metadata
@@ -8,9 +6,6 @@ import json
 import os
 import platform
 import re
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +19,6 @@ PACKAGES = ("triton", "transformers", "torchao")
 
 
 def device_name(device: torch.device) -> str:
-    """Folder name of a device: the GPU's name, or "cpu"."""
     return torch.cuda.get_device_name(device).replace(" ", "-").lower() if device.type == "cuda" else "cpu"
 
 
@@ -47,30 +41,6 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes its place once it is whole: a reader, an interrupt or a kill meets
-    the old one or the new one.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
-    try:
-        yield scratch
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
-def unfinished(path: Path) -> Path:
-    """Where the rows of a result file are while it is being measured anew: the old one stays until all are there."""
-    return path.with_name(f"{path.name}.running")
-
-
-def previous(path: Path) -> Path:
-    """Where the GPU runner keeps an earlier run's result file while it measures anew."""
-    return path.with_name(f"{path.name}.before")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a result file; empty if there is none or it cannot be read."""
     try:
@@ -80,28 +50,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def compile_caches(folder: Path | None) -> tuple[Path, dict[str, str]]:
-    """Return a folder for compiled kernels, `folder` or one in the home, and the variables by which compilers find it.
-
-    If it cannot be written, print a note and use a temporary one, also for what else goes to the cache of the home.
-    """
+def compile_caches(folder: Path | None) -> dict[str, str]:
+    """Make a folder for compiled kernels, `folder` or one in the home; return variables that name it to compilers."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    caches, also = (folder or home / "octavo" / "benchmarks").resolve(), {}
-    try:
-        caches.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=caches):
-            pass
-    except OSError as error:
-        broken, caches = caches, Path(tempfile.mkdtemp(prefix="octavo-caches-"))
-        print(f"note: {broken} cannot be written ({error.strerror}): compiled kernels go to {caches}; see --caches")
-        also = {"XDG_CACHE_HOME": str(caches)}
+    caches = (folder or home / "octavo" / "benchmarks").resolve()
+    caches.mkdir(parents=True, exist_ok=True)
     names = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-    return caches, {name: str(caches / kind) for name, kind in names.items()} | also
+    return {name: str(caches / kind) for name, kind in names.items()}
 
 
 def write_text(path: Path, text: str) -> None:
-    with replacing(path) as scratch:
-        scratch.write_text(text, encoding="utf-8")
+    """Write a file that takes the place of the old one once it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from benchmarks import browser, roofline
+from benchmarks import browser
 from benchmarks.environment import write_text
 from octavo.experiments.theme import DARK, LIGHT, axis, colour, layout, plain
 
@@ -34,7 +34,6 @@ Plotly.toImage(figure, {{format: "svg", width: {width}, height: figure.layout.he
 
 
 def figure(data: Sequence[dict[str, Any]], height: int, **settings: Any) -> Figure:
-    """A figure of one panel: `settings` are those of a Plotly layout."""
     return {"data": list(data), "layout": layout(height, **{"showlegend": len(data) > 1, **settings})}
 
 
@@ -82,7 +81,6 @@ def _rgb(value: str) -> str:
 
 
 def overview(folder: Path) -> str:
-    """Return README's picture: two images of a folder, below each other, with what they are."""
     parts, top = [], 0
     for name, title in OVERVIEW.items():
         svg = (folder / f"{name}.svg").read_text(encoding="utf-8")
@@ -103,23 +101,7 @@ COLOURS = {
 REFERENCE = {"type": "line", "line": {"color": "var(--soft)", "width": 1, "dash": "dash"}, "layer": "below"}
 
 
-def predicted() -> Figure:
-    sides = [2**exponent for exponent in range(8, 15)]
-    data = []
-    for slot, device in enumerate(roofline.DEVICES.values()):
-        speed = [roofline.linear(device, (s, s, s)) / roofline.linear(device, (s, s, s), "rowwise") for s in sides]
-        line = {"mode": "lines+markers", "line": {"color": colour(slot), "width": 2}, "marker": {"size": 6}}
-        data.append({"type": "scatter", "x": sides, "y": speed, "name": device.name, **line})
-    line = {**REFERENCE, "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
-    return figure(
-        data, 380, shapes=[line], margin={"l": 64, "r": 24, "t": 40, "b": 56, "pad": 4},
-        xaxis=axis(type="log", tickvals=sides, ticktext=[f"{side:,}" for side in sides], title="M = K = N"),
-        yaxis=axis(title="predicted speed-up over bf16", ticksuffix=" ×", dtick=0.2, tickformat=".1f"),
-    )  # fmt: skip
-
-
 def speedups(rows: Sequence[Row]) -> Figure:
-    """Measured speed-up of every arm over bf16 eager, by shape."""
     timed = [row for row in rows if row.get("kernel_ms") and row["arm"] in COLOURS]
     base = {row["shape"]: row["kernel_ms"] for row in rows if row["arm"] == "bf16" and row["mode"] == "eager"}
     names = [shape for shape in dict.fromkeys(row["shape"] for row in timed) if shape in base]
@@ -140,18 +122,4 @@ def speedups(rows: Sequence[Row]) -> Figure:
         data, 150 + 42 * len(names), shapes=[line], margin={"l": 64, "r": 24, "t": 64, "b": 56, "pad": 4},
         xaxis=axis(title="speed-up over bf16 eager, kernel time, forward + backward", ticksuffix=" ×"),
         yaxis=axis(**places, range=[len(names) - 0.5, -0.5]),
-    )  # fmt: skip
-
-
-def bandwidths(rows: Sequence[Row]) -> Figure:
-    """Share of the measured copy bandwidth that each quantizer reaches at the first matrix."""
-    timed = [row for row in rows if row.get("percent") and row["stage"] == "quantize"]
-    first = [row for row in timed if row["shape"] == timed[0]["shape"]]
-    labels = [plain(f"{row['case']}, {row['arm']}") for row in first]
-    bars = {"type": "bar", "orientation": "h", "marker": {"color": colour(0)}}
-    line = {**REFERENCE, "layer": "above", "yref": "paper", "x0": 85, "x1": 85, "y0": 0, "y1": 1}
-    return figure(
-        [{**bars, "x": [row["percent"] for row in first], "y": labels}], 90 + 20 * len(first), shapes=[line],
-        xaxis=axis(title=f"% of measured copy bandwidth, {first[0]['shape']}"),
-        yaxis=axis(autorange="reversed", showgrid=False, nticks=0),
     )  # fmt: skip

@@ -1,15 +1,10 @@
 """Each kernel by itself: quantizers in TB/s, FP8 products in TFLOP/s, fused kernels, as shares of this device's limits.
-
-The limits are measured first (`ceilings`). Bytes are what the op must move by definition
-(`src/octavo/kernels/quantize/__init__.py`); a kernel that reads a band again from L2 gets no credit. Products are
-measured on every backend beside cuBLAS by tensor, the reference figure, in the memory orders that a linear gives them.
-A fused kernel stands beside what it replaces: PyTorch's own op in bf16, eager, then `quantize`.
+Bytes are what the op must move by definition: a kernel that reads a band again from L2 gets no credit.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +25,6 @@ from octavo.tensor import ScaledTensor
 COPY_BYTES, SIDE = 2 * 2**30, 8192
 MATRICES = ((16384, 4096), (16384, 14336), (8192, 8192))
 TINY = ((64, 48), (33, 70))
-PARTS = ("quantizers", "products", "fused")
 PER_ROW_FIRST = ("e4m3/row", "e4m3/tensor", "e5m2/tensor", "e4m3/column")
 ORDERS = ("rows", "both", "columns")
 CASES: dict[str, tuple[str, str, Layout]] = {
@@ -90,28 +84,30 @@ def bytes_per_element(spec: QuantSpec, order: str, *, amax_is_known: bool = Fals
     return 2 * (2 if two_passes and not amax_is_known else 1) + (2 if order == "both" else 1)
 
 
+def _matrix(session: Session, shape: tuple[int, int]) -> tuple[Tensor]:
+    return (torch.randn(shape, device=session.device, dtype=torch.bfloat16),)
+
+
 def bandwidth(
-    session: Session, shape: tuple[int, int], per_element: float, run: Callable[[Any], Any], inputs: Any = None
+    session: Session, shape: tuple[int, int], per_element: float, run: Callable[..., Any], inputs: Any = _matrix
 ) -> Row:
-    """A row for a kernel that moves `per_element` bytes per element of a matrix, random and normal in bf16."""
     elements = shape[0] * shape[1]
     count = sets(per_element * elements, session.clock.l2_bytes) if session.gpu else 1
-    make = inputs or functools.partial(torch.randn, shape, device=session.device, dtype=torch.bfloat16)
-    timings = times(session.clock.measure([functools.partial(run, make()) for _ in range(count)]))
+    timings = times(session.clock.measure([functools.partial(run, *inputs(session, shape)) for _ in range(count)]))
     timings["bytes_per_element"] = per_element
     if timings["kernel_ms"] is not None:
         copy_tbs = session.facts["ceilings"]["copy_tbs"]
         timings["tbs"] = round(per_element * elements / timings["kernel_ms"] / 1e9, 4)
         timings["percent"] = round(100 * timings["tbs"] / copy_tbs, 1)
-        timings["roofline_ms"] = round(per_element * elements / copy_tbs / 1e9, 5)
     return timings
 
 
-def quantizers(session: Session, matrices: Sequence[tuple[int, int]]) -> None:
+def quantizers(session: Session) -> None:
     """Every spec in every memory order, with and without the maxima given, and every pair."""
+    matrices = TINY if session.tiny else MATRICES
     others = [] if session.options.quick else [text for text in QUANTIZE.cases if text not in PER_ROW_FIRST]
     specs = [*PER_ROW_FIRST, *others]
-    for index, shape in enumerate(matrices):
+    for index, shape in enumerate(matrices[:1] if session.options.quick else matrices):
         same: Row = {"stage": "quantize", "shape": f"{shape[0]}×{shape[1]}"}
         session.attempt({**same, "case": "clone in bf16", "arm": "torch"}, bandwidth, session, shape, 4, torch.clone)
         for case in QUANTIZE_PAIR.cases.values():
@@ -144,7 +140,7 @@ def _pair(session: Session, shape: tuple[int, int], case: tuple[str, ...]) -> Ro
 # Products
 
 
-def products(session: Session, *, only_cubes: bool = False) -> None:
+def products(session: Session) -> None:
     """bf16 and cuBLAS by tensor, then every case on every backend, at cubes and at the Llama shapes."""
     if session.tiny:
         for shape in shapes.SETS["tiny"][1 if session.options.quick else 0 :]:
@@ -153,7 +149,7 @@ def products(session: Session, *, only_cubes: bool = False) -> None:
         return
     cubes, llama, names = shapes.SETS["cubes"][:3], shapes.SETS["llama"], list(CASES)
     order = [(shape, case) for shape in cubes for case in names[:4]]
-    if not (only_cubes or session.options.quick):
+    if not session.options.quick:
         order += [(shape, names[0]) for shape in llama] + [(cubes[1], case) for case in names[4:]]
         order += [(shape, case) for shape in llama[:4] for case in ("rowwise dgrad", "rowwise wgrad")]
     for shape, case in order:
@@ -189,7 +185,6 @@ def _sets(session: Session, shape: Shape) -> int:
 
 
 def operands(session: Session, shape: Shape, case: tuple[str, str, Layout]) -> tuple[ScaledTensor, ScaledTensor]:
-    """A and B of a product: random, quantized, contiguous along the contraction, as a linear has them."""
     (m, k, n), (a_text, b_text, layout) = shape, case
     made = []
     for text, size, transposed, columns in (
@@ -202,11 +197,17 @@ def operands(session: Session, shape: Shape, case: tuple[str, str, Layout]) -> t
     return made[0], made[1]
 
 
-def _reference(session: Session, shape: Shape, fast: bool | None) -> Row:
+def reference_runs(session: Session, shape: Shape, fast: bool | None) -> list[Run]:
+    """Calls of cuBLAS over buffers of their own: in FP8 by tensor, accumulating fast or not; None: in bf16."""
     (m, k, n), runs = shape, []
     for _ in range(_sets(session, shape)):
         a, b = (torch.randn(size, k, device=session.device, dtype=torch.bfloat16) for size in (m, n))
         runs.append(functools.partial(torch.mm, a, b.t()) if fast is None else fp8_product(a, b, fast_accum=fast))
+    return runs
+
+
+def _reference(session: Session, shape: Shape, fast: bool | None) -> Row:
+    runs = reference_runs(session, shape, fast)
     return rated(session, shape, times(session.clock.measure(runs)), fast=fast)
 
 
@@ -230,33 +231,23 @@ def rated(session: Session, shape: Shape, timings: Row, *, fast: bool | None = N
 ROW, EPS = QuantSpec.parse("e4m3/row"), 1e-5
 
 
-@dataclass(frozen=True)
-class Operands:
-    """Random matrices [R,C] in bf16, a weight [C], and what the backward of a norm is given."""
-
-    x: Tensor
-    other: Tensor
-    grad: Tensor
-    weight: Tensor
-    rstd: Tensor
-
-
-def _norm(o: Operands) -> Tensor:
-    return F.rms_norm(o.x, (o.x.shape[1],), o.weight, EPS)
-
-
-FUSED: dict[str, tuple[int, Callable[[Operands], Any], Callable[[Operands], Any] | None]] = {
+Fused = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any]
+FUSED: dict[str, tuple[int, Fused, Fused | None]] = {
     "rms_norm → FP8 by row, both orders": (
-        4, lambda o: fused.rms_norm(o.x, o.weight, EPS, ROW, "both"), lambda o: quantize(_norm(o), ROW, order="both")),
-    "rms_norm → y": (4, lambda o: fused.rms_norm(o.x, o.weight, EPS), _norm),
+        4, lambda x, up, g, w, rstd: fused.rms_norm(x, w, EPS, ROW, "both"),
+        lambda x, up, g, w, rstd: quantize(F.rms_norm(x, w.shape, w, EPS), ROW, order="both")),
+    "rms_norm → y": (
+        4, lambda x, up, g, w, rstd: fused.rms_norm(x, w, EPS),
+        lambda x, up, g, w, rstd: F.rms_norm(x, w.shape, w, EPS)),
     "layer_norm → FP8 by row, both orders": (
-        4, lambda o: fused.layer_norm(o.x, o.weight, None, EPS, ROW, "both"), None),
+        4, lambda x, up, g, w, rstd: fused.layer_norm(x, w, None, EPS, ROW, "both"), None),
     "silu(gate) · up → FP8 by row, both orders": (
-        6, lambda o: fused.glu(o.x, o.other, "silu", ROW, "both"),
-        lambda o: quantize(F.silu(o.x) * o.other, ROW, order="both")),
-    "silu(gate) · up → h": (6, lambda o: fused.glu(o.x, o.other, "silu"), lambda o: F.silu(o.x) * o.other),
-    "rms_norm backward": (6, lambda o: fused.rms_norm_backward(o.grad, o.x, o.weight, o.rstd), None),
-    "silu(gate) · up backward": (10, lambda o: fused.glu_backward(o.grad, o.x, o.other, "silu"), None),
+        6, lambda x, up, g, w, rstd: fused.glu(x, up, "silu", ROW, "both"),
+        lambda x, up, g, w, rstd: quantize(F.silu(x) * up, ROW, order="both")),
+    "silu(gate) · up → h": (
+        6, lambda x, up, g, w, rstd: fused.glu(x, up, "silu"), lambda x, up, g, w, rstd: F.silu(x) * up),
+    "rms_norm backward": (6, lambda x, up, g, w, rstd: fused.rms_norm_backward(g, x, w, rstd), None),
+    "silu(gate) · up backward": (10, lambda x, up, g, w, rstd: fused.glu_backward(g, x, up, "silu"), None),
 }  # fmt: skip
 """Bytes per element of x that a kernel must move, the kernel, and what it replaces, which is given the same bytes."""
 
@@ -266,16 +257,18 @@ def fused_kernels(session: Session) -> None:
     for shape in TINY[1:] if session.tiny else MATRICES[:1] if session.options.quick else MATRICES[:2]:
         for name, (per_element, run, separate) in FUSED.items():
             same: Row = {"stage": "fused", "shape": f"{shape[0]}×{shape[1]}", "case": name}
-            inputs = functools.partial(_operands, session, shape)
             for arm, each in (("fused", run), ("separate", separate)):
                 if each is not None:
-                    session.attempt({**same, "arm": arm}, bandwidth, session, shape, per_element, each, inputs)
+                    session.attempt({**same, "arm": arm}, bandwidth, session, shape, per_element, each, _operands)
 
 
-def _operands(session: Session, shape: tuple[int, int]) -> Operands:
-    x, other, grad = (torch.randn(shape, device=session.device).bfloat16() for _ in range(3))
-    weight = torch.randn(shape[1], device=session.device).bfloat16()
-    return Operands(x, other, grad, weight, (x.float().square().mean(1, keepdim=True) + EPS).rsqrt())
+def _operands(session: Session, shape: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Gate (or the input of a norm), up, and gradient [R,C] in bf16, a weight [C], and the norm's rstd [R,1]."""
+    x, up, g, w = (torch.randn(size, device=session.device).bfloat16() for size in (shape, shape, shape, shape[1]))
+    return x, up, g, w, (x.float().square().mean(1, keepdim=True) + EPS).rsqrt()
+
+
+PARTS = {"quantizers": quantizers, "products": products, "fused": fused_kernels}
 
 
 def main(arguments: list[str]) -> None:
@@ -283,21 +276,11 @@ def main(arguments: list[str]) -> None:
     options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     session = begin(options, arguments)
     ceilings(session)
-    matrices = TINY if session.tiny else MATRICES
-    parts: dict[str, Callable[[], None]] = {
-        "quantizers": lambda: quantizers(session, matrices[:1] if session.options.quick else matrices),
-        "products": lambda: products(session),
-        "fused": lambda: fused_kernels(session),
-    }
-    chosen = [name for name in PARTS if name in session.options.parts]
     with ExitStack() as stack:
         for op in OPS.values() if session.tiny else ():  # Triton's interpreter runs its kernels, but for products
             if "triton" in op.backends and op is not SCALED_MM:
                 stack.enter_context(op.force("triton"))
-        if "quantizers" in chosen and not session.tiny:  # what the targets name comes first; a row is made only once
-            quantizers(session, MATRICES[:1])
-        if "products" in chosen and not session.tiny:
-            products(session, only_cubes=True)
-        for name in chosen:
-            parts[name]()
+        for name, measure in PARTS.items():
+            if name in session.options.parts:
+                measure(session)
     session.finish()

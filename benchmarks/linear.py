@@ -1,10 +1,6 @@
-"""One linear layer, forward and backward, quantization included, beside bf16, torchao, and what limits it.
-
-On a GPU: kernel time and wall time of every arm. Beside each row stand the roofline (`benchmarks/roofline.py` with this
-device's own ceilings) and the Amdahl limit: the three FP8 products alone, measured at this very shape. `given
-tensorwise` has maxima that cost nothing. The kernel time of `rowwise_equalized` is that of a pass without a
-measurement; its wall time has one in 50 passes. On a CPU, where FP8 is emulated: wall time of a small layer, every arm
-in turn, and the best round counts.
+"""One linear layer, forward and backward, quantization included, beside bf16, torchao, and the three FP8
+products alone (`amdahl_ms`). `given tensorwise` has maxima that cost nothing. On a CPU,
+where FP8 is emulated: wall time, every arm in turn, the best round.
 """
 
 import functools
@@ -13,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import roofline, shapes
+from benchmarks import shapes
 from benchmarks.arms import MORE_ARMS, TARGET_ARMS, Arm, available, build, speedup, step
-from benchmarks.kernels import ceilings, fp8_product
+from benchmarks.kernels import ceilings, reference_runs
 from benchmarks.session import Row, Session, begin, parser, times
 from benchmarks.shapes import Shape
 from benchmarks.timing import CpuClock, Run, sets
 from octavo.nn.equalized import equalized_layers, equalizer_of
+from octavo.planner.host_time import RATIOS
 
 CPU_SHAPE = (2048, 1024, 1024)
 FIRST_ARMS = 3
@@ -44,7 +41,6 @@ def buffers(shape: Shape, session: Session) -> list[tuple[Tensor, Tensor]]:
 
 
 def runs_of(session: Session, shape: Shape, arm: Arm) -> tuple[Any, list[Run]]:
-    """The layer of one arm, and its forward and backward over each buffer set."""
     torch.manual_seed(0)
     model: Any = build(layer(shape, session), arm, session)
     return model, [step(model, list(model.parameters()), x, g) for x, g in buffers(shape, session)]
@@ -55,17 +51,23 @@ def measure(session: Session, shape: Shape, arm: Arm) -> Row:
     figures = in_steady_state(session, model, runs)
     label = shapes.label(shape)
     figures |= speedup(session.rows, {**figures, "mode": arm.mode}, shape=label)
+    if arm.mode == "eager" and shape in shapes.SETS["small"]:
+        figures |= _host(session, runs[0], arm, label)
     if figures["kernel_ms"] is None:
         return figures
     figures["tflops"] = round(6 * shape[0] * shape[1] * shape[2] / figures["kernel_ms"] / 1e9, 1)
-    rates = session.facts["ceilings"]
-    figures["percent"] = round(100 * figures["tflops"] / rates["bf16_tflops"], 1)
-    gpu = roofline.measured(session.environment["device"], rates)
-    recipe = {"given tensorwise": "amax given"}.get(arm.name, arm.recipe)
-    recipe = recipe if recipe in roofline.PASSES else "rowwise"
-    bound = roofline.linear(gpu, shape, recipe if arm.recipe else "bf16")
+    figures["percent"] = round(100 * figures["tflops"] / session.facts["ceilings"]["bf16_tflops"], 1)
     limit = session.find(shape=label, arm="products") or {}
-    return figures | {"roofline_ms": round(1e3 * bound, 4), "amdahl_ms": limit.get("kernel_ms")}
+    return figures | {"amdahl_ms": limit.get("kernel_ms")}
+
+
+def _host(session: Session, run: Run, arm: Arm, label: str) -> Row:
+    """Time of the host, and its ratio to bf16's beside the planner's, which was measured without a GPU."""
+    host_ms = session.clock.host_ms(run)
+    base = (session.find(shape=label, arm="bf16", mode="eager") or {}).get("host_ms")
+    ratio = round(host_ms / base, 3) if host_ms and base else None
+    predicted = RATIOS[arm.recipe] if arm.name.startswith("octavo") else None
+    return {"host_ms": host_ms and round(host_ms, 5), "host_ratio": ratio, "predicted_host_ratio": predicted}
 
 
 def in_steady_state(session: Session, model: nn.Module, runs: list[Run]) -> Row:
@@ -80,13 +82,9 @@ def in_steady_state(session: Session, model: nn.Module, runs: list[Run]) -> Row:
 def products(session: Session, shape: Shape, *, fp8: bool = True) -> Row:
     """The three products alone, in FP8 as cuBLAS runs them by tensor: no arm with these products can be faster."""
     total = 0.0
-    for index, (m, k, n) in enumerate(roofline.products(shape)):
-        count = sets((1 if fp8 else 2) * (m * k + k * n) + 2 * m * n, session.clock.l2_bytes) if session.gpu else 1
-        runs: list[Run] = []
-        for _ in range(count):
-            a, b = (torch.randn(size, k, device=session.device, dtype=torch.bfloat16) for size in (m, n))
-            cublas = fp8 and session.gpu
-            runs += [fp8_product(a, b, fast_accum=index == 0) if cublas else functools.partial(torch.mm, a, b.t())]
+    tokens, inputs, outputs = shape
+    for index, sizes in enumerate((shape, (tokens, outputs, inputs), (outputs, tokens, inputs))):
+        runs = reference_runs(session, sizes, index == 0 if fp8 and session.gpu else None)
         total += session.clock.measure(runs, wall=False).kernel_ms or 0.0
     return {"kernel_ms": round(total, 5) or None}
 
@@ -95,7 +93,7 @@ def plan(options: Any, targets: tuple[Shape, ...]) -> list[tuple[Shape, Arm]]:
     sizes = shapes.parse(options.shapes) if options.shapes else []
     if options.quick:
         return [(shape, arm) for shape in sizes or targets for arm in TARGET_ARMS]
-    sizes = sizes or shapes.parse(["targets", "llama", "cubes", "losing"])
+    sizes = sizes or shapes.parse(["targets", "llama", "cubes", "small", "losing"])
     first = [shape for shape in targets if shape in sizes] or sizes[:1]
     rest = [shape for shape in sizes if shape not in first]
     return [

@@ -1,20 +1,16 @@
-"""docs/performance.md from the result files: a pure function of them, tested.
-
-Measured on GPUs first, where there are results; then what is predicted from the roofline, labelled as such; then the
-CPU. A figure stands with its command, and arms that lose stand with those that win. What no
-result file holds, such as figures read from a profiler, is written by hand behind the tables.
+"""docs/performance.md and its images from the result files: a pure function of them. What no result file holds, such as
+figures read from a profiler, is written by hand between the tables.
 """
 
 import collections
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, roofline, shapes, targets
+from benchmarks import command, targets
 from benchmarks.environment import RESULTS, write_text
-from benchmarks.figures import COLOURS, Figure, bandwidths, overview, predicted, save, speedups
+from benchmarks.figures import COLOURS, Figure, overview, save, speedups
 from benchmarks.pages import fill, table
 
 Row = dict[str, Any]
@@ -49,12 +45,6 @@ Wall time is without the profiler, kernel time by part with it. *Rest* also hold
 around them.
 
 """
-COMPILE = """### Quantizing under `torch.compile`
-
-`python -m benchmarks compile`: `octavo` traces casts and products as PyTorch operations, which Inductor fuses; `opaque`
-keeps Octavo's ops.
-
-"""
 
 
 def devices(results: Path) -> dict[str, Files]:
@@ -66,13 +56,13 @@ def devices(results: Path) -> dict[str, Files]:
 def document(results: Path) -> str:
     measured = "\n".join(_device(name, files) for name, files in devices(results).items())
     cpu = json.loads((results / "cpu" / "linear.json").read_text())
-    return fill(DOCUMENT.read_text("utf-8"), {"devices": measured, "roofline": _roofline(), "cpu": _cpu(cpu)})
+    return fill(DOCUMENT.read_text("utf-8"), {"devices": measured, "cpu": _cpu(cpu)})
 
 
 def _device(name: str, files: Files) -> str:
     title = next(iter(files.values())).get("environment", {}).get("device", name)
     sections: dict[str, Callable[[str, list[Row]], str]] = {
-        "linear": _linear, "layer": _layers, "kernels": _kernels, "compile": _compile, "train": _train, "step": _steps,
+        "linear": _linear, "layer": _layers, "kernels": _kernels, "train": _train, "step": _steps,
     }  # fmt: skip
     made = [section(name, files[benchmark]["rows"]) for benchmark, section in sections.items() if benchmark in files]
     targets_table = TARGETS + table(("target", "required", "reached", ""), targets.table(files))
@@ -98,26 +88,10 @@ def _linear(name: str, rows: list[Row]) -> str:
     text = ["### A linear layer, forward and backward\n", "`python -m benchmarks linear`\n"]
     if any(row["arm"] in COLOURS for row in rows):
         text.append(f"![speed-ups]({IMAGES}/linear-{name}.svg)\n")
-    for mode in ("eager", "compiled"):
-        if side := begins_to_pay(rows, mode):
-            text.append(f"`rowwise` begins to pay, {mode}, at M = K = N = {side}, of the cubes that were measured.\n")
-    columns = ("shape", "arm", *TIMES, "TFLOP/s", "peak MiB", "roofline ms", "Amdahl ms")
-    fields = ("kernel_ms", "wall_ms", *SPEEDUPS, "tflops", "peak_mib", "roofline_ms", "amdahl_ms")
+    columns = ("shape", "arm", *TIMES, "TFLOP/s", "peak MiB", "Amdahl ms")
+    fields = ("kernel_ms", "wall_ms", *SPEEDUPS, "tflops", "peak_mib", "amdahl_ms")
     made = [(r["shape"], f"{_arm(r)}, {r['mode']}", *_cells(r, *fields)) for r in rows if r["arm"] != "products"]
     return "\n".join([*text, table(columns, made)])
-
-
-def begins_to_pay(rows: Sequence[Row], mode: str, arm: str = "octavo rowwise") -> int | None:
-    """Smallest measured cube from which on an arm beats bf16; None where it does not, or was not measured."""
-    cubes = sorted({row["m"] for row in rows if row.get("m") == row.get("k") == row.get("n") and row.get("m")})
-    paying = None
-    for side in reversed(cubes):
-        key = {"m": side, "k": side, "n": side, "arm": arm, "mode": mode}
-        row = next((r for r in rows if key.items() <= r.items()), None)
-        if row is None or row.get("speedup", 0.0) <= 1.0:
-            break
-        paying = side
-    return paying
 
 
 def _layers(name: str, rows: list[Row]) -> str:
@@ -135,8 +109,6 @@ def _layers(name: str, rows: list[Row]) -> str:
 def _kernels(name: str, rows: list[Row]) -> str:
     rows, text = _timed(rows), [KERNELS.removesuffix("\n")]
     moving = [row for row in rows if row["stage"] in ("quantize", "fused")]
-    if any(row["stage"] == "quantize" for row in moving):
-        text.append(f"![bandwidths]({IMAGES}/quantize-{name}.svg)\n")
     fields = ("kernel_ms", "bytes_per_element", "tbs", "percent")
     made = [(f"{r['case']}, {r['arm']}", r["shape"], *_cells(r, *fields)) for r in moving]
     if made:
@@ -148,11 +120,6 @@ def _kernels(name: str, rows: list[Row]) -> str:
     return "\n".join([*text, table(("M×K×N", "product, backend", *columns), made)])
 
 
-def _compile(name: str, rows: list[Row]) -> str:
-    made = [(r["shape"], r["arm"], *_cells(r, "kernel_ms", "wall_ms", "speedup", "peak_mib")) for r in _timed(rows)]
-    return COMPILE + table(("where", "arm, compiled", "kernel ms", "wall ms", "× bf16", "peak MiB"), made)
-
-
 def _train(name: str, rows: list[Row]) -> str:
     fields, timed = ("wall_ms", "tokens_per_s", "peak_mib"), (row for row in rows if row.get("tokens_per_s"))
     made = [(f"{r['stage']}, {r['shape']}", f"{r['arm']}, {r['mode']}", *_cells(r, *fields)) for r in timed]
@@ -161,7 +128,6 @@ def _train(name: str, rows: list[Row]) -> str:
 
 
 def _steps(name: str, rows: list[Row]) -> str:
-    """Training steps taken apart: wall time beside bf16's, kernel time by part."""
     made = []
     for row in (row for row in rows if row.get("wall_ms")):
         spread = "–" if row["arm"] == "bf16" else "{:.3f}–{:.3f}".format(*row["wall_speedup_range"])
@@ -190,27 +156,6 @@ def _losses(files: Files) -> str:
     return "### Where it loses\n\n" + lost
 
 
-def _roofline() -> str:
-    tables = {name: {row["shape"]: row for row in roofline.table(roofline.DEVICES[name])} for name in ("H100", "H200")}
-    made = []
-    for label, h200 in tables["H200"].items():
-        numbers = (each[key] for each in (tables["H100"][label], h200) for key in ("speedup", "speedup_eager"))
-        cells = (f"{number:.2f}" for number in (*numbers, h200["limit"]))
-        made.append((label, f"{h200['bf16_ms']:.3f}", f"{h200['fp8_ms']:.3f}", *cells))
-    pays = partial(roofline.begins_to_pay, recipe="rowwise")
-    sides = [(gpu.name, pays(gpu, eager=False), pays(gpu, eager=True)) for gpu in roofline.DEVICES.values()]
-    columns = ("H200 bf16 ms", "H200 FP8 ms", "H100 kernel", "H100 eager", "H200 kernel", "H200 eager", "at most")
-    smallest = table(("device", "kernel time", "eager"), sides)
-    missed = []
-    for shape, target in zip(shapes.TARGETS, targets.TARGETS, strict=False):
-        speedup = tables["H200"][shapes.label(shape)]["speedup"]
-        if speedup < target.goal:
-            missed.append(f"{speedup:.2f} × at {shapes.label(shape)} is below the target of {target.goal:g} ×")
-    out_of_reach = f"**Out of reach as predicted, on an H200: {'; '.join(missed)}.**" if missed else ""
-    head = f"{out_of_reach}\n\nSmallest cube M = K = N from which FP8 pays, predicted:\n\n"
-    return f"{head}{smallest}\n{table(('M×K×N', *columns), made)}"
-
-
 def _cpu(content: Mapping[str, Any]) -> str:
     cells = [(r["shape"], _arm(r), f"{r['wall_ms']:.1f}", f"{1 / r['wall_speedup']:.2f}") for r in content["rows"]]
     about = "{cpu_threads} threads of: {device}; torch {torch}, {date}.\n\n".format(**content["environment"])
@@ -232,13 +177,11 @@ def _cells(row: Mapping[str, Any], *fields: str) -> list[str | None]:
 
 
 def pictures(results: Path) -> dict[str, Figure]:
-    images = {"predicted.svg": predicted()}
+    images = {}
     for name, files in devices(results).items():
-        linear, kernels = (files.get(each, {"rows": []})["rows"] for each in ("linear", "kernels"))
-        if any(row["arm"] in COLOURS for row in _timed(linear)):
-            images[f"linear-{name}.svg"] = speedups(linear)
-        if any(row["stage"] == "quantize" for row in _timed(kernels)):
-            images[f"quantize-{name}.svg"] = bandwidths(kernels)
+        rows = files["linear"]["rows"] if "linear" in files else []
+        if any(row["arm"] in COLOURS for row in _timed(rows)):
+            images[f"linear-{name}.svg"] = speedups(rows)
     return images
 
 

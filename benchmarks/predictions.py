@@ -1,12 +1,5 @@
-"""Compare the planner with published measurements and with an H100's, and write the tables of docs/planner.md. No GPU.
-
-Each of `ROWS` is a published speed-up of FP8 over bf16 whose shapes, or model, and GPU are known. The prediction uses
-the bytes that *their* code moves (`TABLES`) and the device table of `octavo plan`. No row was used for fitting. Rows
-that miss stay, with the reason.
-
-Each of `comparisons()` is a row of an H100's result files. Shares of the data sheet's rates come from the products
-alone (`benchmarks.rates`), so that linear layers, a decoder layer and steps test a prediction. The earlier one is with
-the shares before anything was measured, and the formulas of today. No prediction uses a measured time.
+"""Compare the planner with published measurements and with an H100's, and write the tables of docs/planner.md. No row
+was used for fitting: shares of the data sheet's rates come from products alone. Misses stay.
 """
 
 import functools
@@ -17,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command, rates, shapes
-from benchmarks.environment import write_text
+from benchmarks import command, shapes
+from benchmarks.environment import RESULTS, write_text
 from benchmarks.pages import fill, table
 from octavo.numerics.recipe import RECIPES
 from octavo.planner.decide import break_even, candidates
 from octavo.planner.devices import DEVICES, Gpu
 from octavo.planner.roofline import Cost, LinearCall, bf16_linear, fp8_linear, fp8_rate, memory_time, product
-from octavo.planner.step import Recompute, StepConfig, linear_costs, step_time
+from octavo.planner.step import Recompute, StepConfig, StepTime, linear_costs, step_time
 from octavo.planner.trace import Trace, trace
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "planner.md"
@@ -38,11 +31,7 @@ given: delayed scaling."""
 HOST = 409e-6
 """Seconds of the host for forward and backward of a compiled float8 linear of torchao, published: what one of
 4096 × 4096 takes with 16 tokens, which leave the GPU nearly nothing to do (torchao, pull request 1459)."""
-NOW = replace(DEVICES["h100"], measured=None)
-BEFORE = replace(
-    NOW, bf16_efficiency=0.80, fp8_efficiency=0.70, row_efficiency=0.95, exact_efficiency=1.0, row_exact_efficiency=1.0,
-    memory_efficiency=0.90, maxima_efficiency=1.0,
-)  # fmt: skip
+H100 = replace(DEVICES["h100"], measured=None)
 LOGGED = {"bf16": 135_700, "octavo rowwise": 151_500}
 """Tokens/s of `octavo train` at 0.42 B parameters, read from logs: docs/performance.md."""
 
@@ -97,7 +86,6 @@ def fp8(gpu: Gpu, linear: LinearCall, table: str) -> Cost:
 
 
 def linears(sizes: list[tuple[int, int, int]], table: str) -> Predict:
-    """Predict the speed-up of linear layers (M, K, N), forward and backward."""
     calls = [LinearCall(m=m, k=k, n=n) for m, k, n in sizes]
     return lambda gpu: sum(bf16_linear(gpu, c).total for c in calls) / sum(fp8(gpu, c, table).total for c in calls)
 
@@ -203,68 +191,59 @@ ROWS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A measured time, and the predictions of it, in milliseconds: kernel time; of steps by the clock."""
+    """A measured time and its prediction, in milliseconds: kernel time; of steps by the clock."""
 
     kind: str
     where: str
     arm: str
     measured: float
-    before: float
-    now: float
+    predicted: float
 
-    def error(self, predicted: float) -> float:
-        return predicted / self.measured - 1
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
 
 
 def comparisons() -> list[Comparison]:
-    files = {path.stem: json.loads(path.read_text())["rows"] for path in rates.FOLDER.glob("*.json")}
-    each = [*_products(files["kernels"]), *_linears(files["linear"]), *_layers(files["layer"]), *_steps(files["train"])]
+    readers = {"kernels": _products, "linear": _linears, "layer": _layers, "train": _steps}
+    folder = RESULTS / "nvidia-h100-80gb-hbm3"
+    rows = {name: json.loads((folder / f"{name}.json").read_text())["rows"] for name in readers}
     return [
-        Comparison(kind=kind, where=where, arm=arm, measured=ms, before=1e3 * predict(BEFORE), now=1e3 * predict(NOW))
-        for kind, where, arm, ms, predict in each
+        Comparison(kind=kind, where=where, arm=arm.removeprefix("octavo "), measured=ms, predicted=1e3 * seconds)
+        for name, read in readers.items()
+        for kind, where, arm, ms, seconds in read(rows[name])
     ]
 
 
-Measured = Iterator[tuple[str, str, str, float, Predict]]
+Measured = Iterator[tuple[str, str, str, float, float]]
 
 
 def _products(rows: Sequence[Mapping[str, Any]]) -> Measured:
-    for row in (row for row in rows if row["arm"] in ("bf16", rates.BACKEND)):
+    for row in (row for row in rows if row["arm"] in ("bf16", "torch_scaled")):
         m, k, n = map(int, row["shape"].split("×"))
-        arm = "bf16" if row["arm"] == "bf16" else row["case"]
-        yield "product", row["shape"], arm, row["kernel_ms"], functools.partial(_product, arm=arm, sizes=(m, n, k))
-
-
-def _product(gpu: Gpu, arm: str, sizes: tuple[int, int, int]) -> float:
-    recipe, _, name = arm.partition(" ")
-    if recipe == "bf16":
-        return product(gpu, *sizes)
-    return product(gpu, *sizes, operand=1, rate=fp8_rate(gpu, RECIPES[recipe], exact=name != "forward"))
+        if row["arm"] == "bf16":
+            yield "product", row["shape"], "bf16", row["kernel_ms"], product(H100, m, n, k)
+        else:
+            recipe, _, name = row["case"].partition(" ")
+            rate = fp8_rate(H100, RECIPES[recipe], exact=name != "forward")
+            yield "product", row["shape"], row["case"], row["kernel_ms"], product(H100, m, n, k, operand=1, rate=rate)
 
 
 def _linears(rows: Sequence[Mapping[str, Any]]) -> Measured:
     for row in rows:
-        recipe, call = row["arm"].removeprefix("octavo "), LinearCall(m=row["m"], k=row["k"], n=row["n"])
-        if recipe == "bf16" or recipe in RECIPES:
-            predict = functools.partial(_linear, call=call, recipe=recipe)
-            yield "linear", f"{row['shape']}, {row['mode']}", recipe, row["kernel_ms"], predict
-
-
-def _linear(gpu: Gpu, call: LinearCall, recipe: str) -> float:
-    return (bf16_linear(gpu, call) if recipe == "bf16" else fp8_linear(gpu, call, RECIPES[recipe])).total
+        recipe, call = RECIPES.get(row["arm"].removeprefix("octavo ")), LinearCall(m=row["m"], k=row["k"], n=row["n"])
+        if row["arm"] == "bf16" or recipe is not None:
+            cost = bf16_linear(H100, call) if recipe is None else fp8_linear(H100, call, recipe)
+            yield "linear", f"{row['shape']}, {row['mode']}", row["arm"], row["kernel_ms"], cost.total
 
 
 def _layers(rows: Sequence[Mapping[str, Any]]) -> Measured:
+    """Layers of Llama 3 8B: what a model of two has beyond a model of one."""
     for row in (row for row in rows if row["arm"] in ("bf16", "octavo rowwise")):
-        predict = functools.partial(_layer, arm=row["arm"], tokens=row["tokens"])
-        yield "layer", f"{row['shape']}, compiled", row["arm"].removeprefix("octavo "), row["kernel_ms"], predict
-
-
-def _layer(gpu: Gpu, arm: str, tokens: int) -> float:
-    """A layer of Llama 3 8B: what a model of two has beyond a model of one."""
-    shape = (4096, 14336, 8, 32000, 1, tokens)
-    two, one = (step(gpu, arm, layers, shape, eager=False, optimizer=False) for layers in (2, 1))
-    return two - one
+        shape = (4096, 14336, 8, 32000, 1, row["tokens"])
+        two, one = (_step(row["arm"], layers, shape, eager=False) for layers in (2, 1))
+        seconds = two.seconds - two.optimizer - (one.seconds - one.optimizer)
+        yield "layer", f"{row['shape']}, compiled", row["arm"], row["kernel_ms"], seconds
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> Measured:
@@ -274,21 +253,16 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> Measured:
     runs = [(row["arm"], row["shape"], row["mode"], 4, wide, row["wall_ms"]) for row in of_train]
     runs += [(arm, "0.42 B", "eager", 8, small, 1e3 * 32 * 1024 / tokens_per_s) for arm, tokens_per_s in LOGGED.items()]
     for arm, what, mode, layers, shape, ms in runs:
-        predict = functools.partial(step, arm=arm, layers=layers, shape=shape, eager=mode == "eager")
-        yield "step", f"{what}, {mode}", arm.removeprefix("octavo "), ms, predict
+        yield "step", f"{what}, {mode}", arm, ms, _step(arm, layers, shape, eager=mode == "eager").seconds
 
 
-def step(
-    gpu: Gpu, arm: str, layers: int, shape: tuple[int, int, int, int, int, int], *, eager: bool, optimizer: bool = True
-) -> float:
-    """Seconds of a step; `shape` is hidden and intermediate size, heads of k and v, vocabulary, batch and sequence."""
+def _step(arm: str, layers: int, shape: tuple[int, int, int, int, int, int], *, eager: bool) -> StepTime:
+    """Predict a step; `shape` is hidden and intermediate size, heads of k and v, vocabulary, batch and sequence."""
     hidden, intermediate, *rest, batch, sequence = shape
     traced = llama(hidden, intermediate, layers, *rest, batch, sequence)
     recipe = None if arm == "bf16" else RECIPES[arm.removeprefix("octavo ")]
-    recipes = {name: None if name == "lm_head" else recipe for name in traced.calls}
-    costs = linear_costs(gpu, traced, recipes)
-    time = step_time(gpu, traced, costs, StepConfig(eager=eager), batch * sequence)
-    return time.seconds - (0.0 if optimizer else time.optimizer)
+    costs = linear_costs(H100, traced, {name: None if name == "lm_head" else recipe for name in traced.calls})
+    return step_time(H100, traced, costs, StepConfig(eager=eager), batch * sequence)
 
 
 # The page
@@ -314,25 +288,21 @@ def _published() -> str:
 def _errors(rows: Sequence[Comparison]) -> str:
     summary = []
     for kind in dict.fromkeys(row.kind for row in rows):
-        of_kind = [row for row in rows if row.kind == kind]
-        cells = []
-        for errors in ([r.error(r.before) for r in of_kind], [r.error(r.now) for r in of_kind]):
-            cells += [f"{sum(map(abs, errors)) / len(errors):.1%}", f"{max(errors, key=abs):+.1%}"]
-        summary.append((f"{kind}s", len(of_kind), *cells))
-    return table(("", "rows", "mean error before", "worst", "mean error now", "worst"), summary)
+        of_kind = [row.error for row in rows if row.kind == kind]
+        mean, worst = sum(map(abs, of_kind)) / len(of_kind), max(of_kind, key=abs)
+        summary.append((f"{kind}s", len(of_kind), f"{mean:.1%}", f"{worst:+.1%}"))
+    return table(("", "rows", "mean error", "worst"), summary)
 
 
 def _rows(rows: Sequence[Comparison]) -> str:
     bf16 = {(row.kind, row.where): row for row in rows if row.arm == "bf16"}
     each = []
     for row in rows:
-        numbers = [_number(row.measured)]
-        for predicted in (row.before, row.now):
-            numbers += [_number(predicted), f"{row.error(predicted):+.1%}"]
+        numbers = _number(row.measured), _number(row.predicted), f"{row.error:+.1%}"
         base = None if row.arm == "bf16" else bf16.get((row.kind, row.where))
-        gains = (None, None) if base is None else (base.measured / row.measured, base.now / row.now)
+        gains = (None, None) if base is None else (base.measured / row.measured, base.predicted / row.predicted)
         each.append((row.kind, row.where, row.arm, *numbers, *(gain and f"{gain:.2f}" for gain in gains)))
-    columns = ("", "where", "", "measured ms", "before", "error", "now", "error", "× bf16, measured", "now")
+    columns = ("", "where", "", "measured ms", "predicted", "error", "× bf16, measured", "predicted")
     return table(columns, each, "lllr")
 
 

@@ -34,7 +34,6 @@ class Processes:
         return self._scratch.name
 
     def start(self, count: int) -> None:
-        """Have so many processes, whose imports begin at once."""
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)

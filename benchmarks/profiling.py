@@ -1,8 +1,5 @@
-"""A profile by kernel: what ran, for how long, and which operations and phases of the host launched it.
-
-On a GPU, kernels, copies and memory sets come from the trace that `torch.profiler` exports. The host's call that
-launched one has the same correlation. Backward launches from a thread of its own, so the phases (`record_function`)
-around a launch go by time, the operations by thread. On a CPU, operations stand for kernels, each with its own time.
+"""A profile by kernel: what ran, for how long, and which operations (of the launching thread) and phases (by time, as
+backward has a thread of its own) were around its launch. On a CPU, operations stand for kernels.
 """
 
 import json
@@ -51,7 +48,6 @@ def record(run: Callable[[], Any], device: torch.device) -> list[Kernel]:
 
 
 def read(events: Iterable[Event]) -> list[Kernel]:
-    """The kernels of a trace: those of a GPU, or, where it has none, operations with their own time."""
     spans = [event for event in events if event.get("ph") == "X"]
     by_thread: dict[Any, list[Event]] = {}
     for event in spans:
@@ -60,10 +56,8 @@ def read(events: Iterable[Event]) -> list[Kernel]:
     on_gpu = [event for event in spans if event["cat"] in ON_GPU]
     of_host = (event for event in spans if event["cat"] in ("cuda_runtime", "cuda_driver"))
     calls = {event["args"]["correlation"]: event for event in of_host if "correlation" in event.get("args", {})}
-    if on_gpu:
-        pairs = [(event, calls.get(event["args"].get("correlation"), event)) for event in on_gpu]
-    else:
-        pairs = [pair for operations in by_thread.values() for pair in _own_times(operations)]
+    kernels = on_gpu or [operation for operations in by_thread.values() for operation in operations]
+    pairs = [(event, calls.get(event.get("args", {}).get("correlation"), event)) for event in kernels]
     pairs.sort(key=lambda pair: pair[1]["ts"])
     phases = _enclosing([e for e in spans if e["cat"] == "user_annotation"], [call["ts"] for _, call in pairs])
     stacks: dict[int, tuple[str, ...]] = {}
@@ -74,18 +68,6 @@ def read(events: Iterable[Event]) -> list[Kernel]:
         Kernel(_short(event["name"]), event["ts"], event["dur"], stacks.get(index, ()), phases[index])
         for index, (event, _) in enumerate(pairs)
     ]
-
-
-def _own_times(operations: Sequence[Event]) -> list[tuple[Event, Event]]:
-    """Each operation twice: with its own time, without that of the operations it calls, as duration; and as it is."""
-    own, around = {}, []
-    for row in sorted(operations, key=lambda event: (event["ts"], -event["dur"])):
-        around = [span for span in around if span["ts"] + span["dur"] > row["ts"]]
-        if around:
-            own[id(around[-1])] -= row["dur"]
-        own[id(row)] = row["dur"]
-        around.append(row)
-    return [({**row, "dur": own[id(row)]}, row) for row in operations]
 
 
 def _enclosing(spans: Sequence[Event], times: Sequence[float]) -> list[tuple[str, ...]]:

@@ -1,17 +1,11 @@
-"""Workloads with public figures, run here: bf16, torchao, Octavo and Transformer Engine in turns in one process.
+"""Workloads with public figures, run here: bf16, torchao and Octavo in turns in one process.
 
-Another card, driver or clock changes every time, so a row compares ratios: the speed-up over bf16 measured beside it,
-in turns, and the one that was published. `beside` is the first over the second: above 1, more is gained here. Octavo's
-rows stand beside the best FP8 figure of their workload, others beside their own.
-
-A training step needs the memory of two models at a time. It has as many layers as fit, and the published time is
-scaled by layers. Transformer Engine's arms replace linear layers only (`te.Linear`), in bf16 and in FP8.
+A row compares speed-ups over bf16: the one measured beside it, and the one published, whose share is `beside`.
 """
 
 import functools
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import layer, shapes
-from benchmarks.arms import Arm, available, build, importable, in_turns, named, step
+from benchmarks.arms import Arm, available, build, by_the_clock, in_turns, named, step
 from benchmarks.layer import Size
 from benchmarks.session import Row, Session, begin, parser
-from benchmarks.timing import Run, Timing
+from benchmarks.timing import Run
 
 STEPS, WARMUP = 3, 2  # Training steps in a turn, and before the first
 MEMORY = 0.85  # Share of the free memory that two models may take
@@ -50,13 +44,13 @@ class RandomCorpus:
 
     fingerprint = "random"
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self.tokenizer = SimpleNamespace(size=model.vocabulary, end_id=0)
+    def __init__(self, vocabulary: int, sequence: int) -> None:
+        self._sequence = sequence
+        self.tokenizer = SimpleNamespace(size=vocabulary, end_id=0)
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed + step)
-        ids = torch.randint(1, self._model.vocabulary, (size, self._model.sequence + 1), generator=generator)
+        ids = torch.randint(1, self.tokenizer.size, (size, self._sequence + 1), generator=generator)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
@@ -99,7 +93,6 @@ _TE_NOTE = "their layer also fuses norms and attention: FP8 alone gives {:.2f} �
 _AO = "torchao issue 2262, layer norm → linear → sigmoid, one H100"
 _NANO = "nanochat dev/LOG.md, 2026-02-02, H100"
 _COAT = "COAT, benchmark/benchmark_{}layer.py (batch 8 × 2048), which has no table; the figure is {}"
-_COLOSSAL = "ColossalAI, FP8 announcement, one H100"
 _LLAMA_2 = Model(4096, 11008, 32, 32, 32, 32000, sequence=256, batch=8)
 _LLAMA_3 = Model(4096, 14336, 32, 32, 8, 128256, sequence=256, batch=8)
 
@@ -121,67 +114,16 @@ WORKLOADS = (
              unit="tokens_per_s", selective=True),
     Workload("te-llama-3-8b", "step", _LLAMA_3, "eager", {"bf16": 270, "te bf16": 217, "te fp8": 185}, _TE,
              _TE_NOTE.format(217 / 185)),
-    Workload("nanochat-d26", "nanochat", Size(1664, 6656, 13, 13, 32, 2048), "compiled",
-             {"bf16": 630e3, "torchao rowwise": 564e3, "torchao tensorwise": 740e3}, _NANO,
-             "one block here, training on 8 GPUs there", unit="tokens_per_s", clock="kernel_ms"),
-    Workload("coat-olmo-7b", "olmo", Size(4096, 11008, 32, 32, 8, 2048), "eager", {"bf16": 1.0, "coat": 1.43},
-             _COAT.format("olmo", "the end-to-end one of arXiv 2410.19313"), unit="speedup", clock="kernel_ms"),
-    *(Workload(f"colossalai-{side}", "linear", Size(side, side, 0, 0, 1, side), "eager", {}, _COLOSSAL,
-               "published as a picture only: on par with Transformer Engine", clock="kernel_ms")
-      for side in (8192, 4096, 16384)),
     Workload("torchao-2048", "layer", Size(2048, 2048, 0, 0, 1, 2048), "compiled",
              {"bf16": 0.9766, "torchao tensorwise": 1.1779}, _AO, "the host's time; eager: 0.130 bf16, 0.184 FP8"),
 )  # fmt: skip
 QUICK = 5  # The first so many workloads are the ones of `--quick`
-ARMS = ("bf16", "octavo rowwise", "torchao tensorwise", "octavo tensorwise", "torchao rowwise", "te fp8", "te bf16")
+ARMS = ("bf16", "octavo rowwise", "torchao tensorwise", "octavo tensorwise", "torchao rowwise")
 TINY = {"step": TINY_MODEL, "linear": Size(64, 96, 0, 0, 1, 32)}
 
 
-class NanochatBlock(nn.Module):
-    """nanochat's block, without its value embeddings and rotary positions: attention, and an MLP with relu²."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        width, inner, self.heads = size.hidden, size.intermediate, size.heads
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((width, inner), (inner, width)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.rms_norm(x, x.shape[-1:])
-        q, k, v = (linear(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-        return x + self.down(F.relu(self.up(F.rms_norm(x, x.shape[-1:]))).square())
-
-
-class TransformerEngine(nn.Module):
-    """A module with `te.Linear` for each linear layer, run under its FP8 context."""
-
-    def __init__(self, module: nn.Module, fp8: bool) -> None:
-        super().__init__()
-        import transformer_engine.pytorch as te
-
-        self.module, self.fp8 = module, fp8
-        self.autocast = getattr(te, "autocast", None) or te.fp8_autocast  # the former is newer
-        for name, linear in [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear)]:
-            made = te.Linear(linear.in_features, linear.out_features, bias=False, params_dtype=torch.bfloat16)
-            if name:
-                module.set_submodule(name, made)
-            else:
-                self.module = made
-
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        with self.autocast(enabled=self.fp8):
-            return self.module(*arguments, **options)
-
-
-def converted(module: nn.Module, arm: str, session: Session) -> Any:
-    own = arm.startswith("te ")
-    return TransformerEngine(module, arm == "te fp8") if own else build(module, Arm(arm), session)
-
-
 def compiled(module: Any, workload: Workload, session: Session) -> Any:
-    """The module, compiled where the workload is. Dynamo keeps all arms of a workload, so bf16 stays compiled."""
+    """Compile the module where the workload is. Dynamo keeps all arms of a workload, so bf16 stays compiled."""
     backend = "inductor" if session.gpu else "aot_eager"
     return module if workload.mode == "eager" else torch.compile(module, dynamic=False, backend=backend)
 
@@ -190,15 +132,11 @@ def make_layer(session: Session, workload: Workload, arm: str) -> Run:
     size: Size = workload.size
     torch.manual_seed(0)
     with torch.device(session.device):
-        if workload.make == "linear":
-            module: nn.Module = nn.Linear(size.hidden, size.intermediate, bias=False)
-        elif workload.make == "layer":
-            module = layer.block(size, session.device)
-        else:
-            module = NanochatBlock(size) if workload.make == "nanochat" else layer.Layer(size, "Olmo")
+        linear = workload.make == "linear"
+        module = nn.Linear(size.hidden, size.intermediate, bias=False) if linear else layer.block(size, session.device)
         x = torch.randn(size.batch, size.sequence, size.hidden).bfloat16()
         g = torch.randn(size.batch, size.sequence, size.hidden if size.heads else size.intermediate).bfloat16()
-    model = converted(module.bfloat16(), arm, session)
+    model: Any = build(module.bfloat16(), Arm(arm), session)
     parameters = list(model.parameters())
     model = compiled(model, workload, session)
     if not workload.dgrad:
@@ -207,7 +145,7 @@ def make_layer(session: Session, workload: Workload, arm: str) -> Run:
 
 
 def make_step(session: Session, workload: Workload, arm: str) -> Run:
-    """A step of a Llama whose weights and moments are bf16, as in the tutorial: loss, backward, fused AdamW."""
+    """Make a step of a Llama whose weights and moments are bf16, as in the tutorial: loss, backward, fused AdamW."""
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -218,15 +156,16 @@ def make_step(session: Session, workload: Workload, arm: str) -> Run:
     with torch.device(session.device):
         fields = shapes.llama(*astuple(model)[:-1])
         llama: Any = LlamaForCausalLM(LlamaConfig(**fields, bos_token_id=0, eos_token_id=1)).bfloat16()
-    llama.model = converted(llama.model, arm, session)
+    llama.model = build(llama.model, Arm(arm), session)
     if workload.selective:
         context = functools.partial(create_selective_checkpoint_contexts, SAVED_OPS)
-        inner = llama.model.module if arm.startswith("te ") else llama.model
-        for block in inner.layers:
+        for block in llama.model.layers:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=context)
     optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-5, fused=True)
     llama = compiled(llama, workload, session)
-    inputs, targets = (ids.to(session.device) for ids in RandomCorpus(model).batch(0, 0, model.batch))
+    inputs, targets = (
+        ids.to(session.device) for ids in RandomCorpus(model.vocabulary, model.sequence).batch(0, 0, model.batch)
+    )
 
     def train_step() -> None:
         logits = llama(input_ids=inputs, use_cache=False).logits
@@ -250,20 +189,7 @@ def fitted(workload: Workload, free: float) -> Workload:
     return replace(workload, size=replace(model, layers=layers))
 
 
-def by_the_clock(session: Session, runs: Sequence[Run]) -> Timing:
-    """Time of a training step: its optimizer cannot be captured."""
-    if not session.gpu:
-        return session.clock.measure(runs)
-    torch.cuda.synchronize(session.device)
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        runs[0]()
-    torch.cuda.synchronize(session.device)
-    return Timing(None, 1e3 * (time.perf_counter() - start) / STEPS, None, "wall")
-
-
-def beside(workload: Workload, arm: str, figures: Row, layers: int | None = None) -> Row:
-    """The measured speed-up and the published one. `layers` of the published model scale its times."""
+def beside(workload: Workload, arm: str, figures: Row) -> Row:
     mine, base = figures.get(workload.clock), figures.get(f"bf16_{workload.clock}")
     row: Row = {"speedup": round(base / mine, 4) if mine and base else None, "clock": workload.clock}
     rival = workload.rival(arm)
@@ -271,10 +197,8 @@ def beside(workload: Workload, arm: str, figures: Row, layers: int | None = None
     figure = workload.published.get(rival or arm)
     if figure is not None:
         row[f"published_{workload.unit}"] = round(figure, 4)
-    if layers is not None:
-        row |= {"layers": workload.size.layers, "layers_published": layers}
-        if figure is not None and workload.unit == "ms":
-            row["published_ms_scaled"] = round(figure * workload.size.layers / layers, 2)
+    if isinstance(workload.size, Model):
+        row["layers"] = workload.size.layers  # of as many as fit
     if rival is not None:
         published = workload.ratio(rival)
         row["published_speedup"] = round(published, 4)
@@ -286,17 +210,14 @@ class Turns:
     """The arms of one workload; its bf16 is built once."""
 
     def __init__(self, session: Session, workload: Workload) -> None:
-        self.session, self.layers = session, None
+        self.session = session
         self.base: Run | None = None
         if session.tiny:
             block = layer.TINY["tiny-llama" if workload.make != "step" and workload.size.heads else "tiny-block"]
             workload = replace(workload, size=TINY.get(workload.make, block))
         self.step = workload.make == "step"
-        if self.step:
-            self.layers = workload.size.layers
-            if session.gpu:
-                workload = fitted(workload, torch.cuda.mem_get_info(session.device)[0])
-        self.workload = workload
+        fits = self.step and session.gpu
+        self.workload = fitted(workload, torch.cuda.mem_get_info(session.device)[0]) if fits else workload
 
     def measure(self, arm: str) -> Row:
         session, workload = self.session, self.workload
@@ -310,9 +231,9 @@ class Turns:
             run = self.base if arm == "bf16" else make(session, workload, arm)
         for warm in (self.base, run) * (0 if session.tiny else WARMUP):
             warm()
-        clock = functools.partial(by_the_clock, session) if self.step else None
+        clock = functools.partial(by_the_clock, session, STEPS) if self.step else None
         figures = in_turns(session, [self.base], [run], clock)
-        return figures | beside(workload, arm, figures, self.layers)
+        return figures | beside(workload, arm, figures)
 
 
 def main(arguments: list[str]) -> None:
@@ -321,9 +242,6 @@ def main(arguments: list[str]) -> None:
     options.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     session = begin(options, arguments)
     arms = [arm.name for arm in available(named(*ARMS))]
-    if not importable("transformer_engine.pytorch"):
-        print("Transformer Engine is not importable: its arms are left out")
-        arms = [arm for arm in arms if not arm.startswith("te ")]
     wanted = session.options.workloads or names[: QUICK if session.options.quick else None]
     for workload in (workload for workload in WORKLOADS if workload.name in wanted):
         turns = None

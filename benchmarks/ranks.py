@@ -1,10 +1,5 @@
-"""Ranks on one GPU: what no CPU can show of streams, dtypes and captured buffers, short of a second card.
-
-    nccl 1    a world of one under NCCL: FSDP2, FP8 collectives, DDP's hook, sharded checkpoints, a captured collective
-    gloo 2    two processes on the one card over Gloo, with CUDA tensors: real exchange, real reduction
-
-The same cases run over Gloo on the CPU. A row's `result` is "as on the CPU", or what differs: collectives to the byte,
-gradients and losses within what another order of summation makes of FP8. A rehearsal has CPUs on both sides.
+"""Ranks on one GPU, beside the same cases over Gloo on the CPU: a world of one under NCCL, and two processes over Gloo
+with CUDA tensors. Collectives agree to the byte, gradients and losses but for the order of sums.
 """
 
 import os
@@ -22,7 +17,7 @@ from torch import Tensor, nn
 
 import octavo
 from benchmarks.processes import Processes
-from benchmarks.session import Row, Session, begin, parser
+from benchmarks.session import Row, begin, parser
 from octavo import comm
 from octavo.kernels.conformance import difference, low_sqnr
 from octavo.parallel import Fp8AllReduce, Parallel, parallelize
@@ -88,7 +83,6 @@ def training(recipe: str | None, device: torch.device, folder: Path, **settings:
 
 
 def hook(device: torch.device, folder: Path) -> Results:
-    """PyTorch's DDP with Octavo's hook, errors carried over."""
     model = nn.parallel.DistributedDataParallel(model_on(device, "rowwise"))
     Fp8AllReduce(error_feedback=True).register(model)
     return trained(model, device)
@@ -257,7 +251,14 @@ def compared(expected: Results, actual: Results) -> str | None:
 
 def main(arguments: list[str]) -> None:
     session = begin(parser("ranks", __doc__, "--minutes 1"), arguments)
-    pairs = started(session)
+    backends = {"nccl1": ("cpu:gloo,cuda:nccl", 1), "gloo2": ("gloo", 2)}  # offloading also has tensors on the CPU
+    if session.gpu and not dist.is_nccl_available():
+        print("this build of torch has no NCCL: its cases are left out")
+        del backends["nccl1"]
+    pairs = {  # their processes start side by side
+        name: Pair(backend if session.gpu else "gloo", world, session.device)
+        for name, (backend, world) in backends.items()
+    }
     try:
         for case in CASES:
             for name, pair in pairs.items():
@@ -267,15 +268,3 @@ def main(arguments: list[str]) -> None:
         for pair in pairs.values():
             pair.close()
     session.finish(checks=True)
-
-
-def started(session: Session) -> dict[str, Pair]:
-    """The worlds, their processes starting side by side."""
-    backends = {"nccl1": ("cpu:gloo,cuda:nccl", 1), "gloo2": ("gloo", 2)}  # offloading also has tensors on the CPU
-    if session.gpu and not dist.is_nccl_available():
-        print("this build of torch has no NCCL: its cases are left out")
-        del backends["nccl1"]
-    return {
-        name: Pair(backend if session.gpu else "gloo", world, session.device)
-        for name, (backend, world) in backends.items()
-    }

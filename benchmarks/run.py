@@ -1,12 +1,5 @@
-"""`octavo train` as a user runs it, a process for each precision level: start-up, speed, memory, loss.
-
-    0.4 B                          hidden 2048, 8 layers, vocabulary 8192, 32 × 1024 tokens
-    llama-3-8b width, 4 layers     1.1 billion parameters, 8 × 2048 tokens
-    llama-2-7b                     all parameters, every FP8 switch, 2 micro-batches of 2 × 4096 tokens, one 80 GB card
-
-They read the sources of Python's standard library. Runs of 0.4 B with FP8 states end by themselves, with a checkpoint
-of 2.5 GB; the others are killed after their last step, because larger checkpoints cost time and disk. bf16 runs first
-and, at 0.4 B, last, which shows how far the GPU's clocks have drifted.
+"""`octavo train` as a user runs it, a process for each precision level: start-up, speed, memory, loss (docs/gpu.md).
+bf16 runs first and, at 0.4 B, last, which shows how far the GPU's clocks have drifted.
 """
 
 import json
@@ -74,6 +67,11 @@ TINY_LLAMA = llama(64, 96, 2, 4, 2, 300, 32, batch=4)
 TINY = Size(None, TINY_LLAMA | {"data.vocab_size": 300, "run.device": "cpu"}, 3, ends=True)
 
 
+def tiny_text(folder: Path) -> str:
+    write_text(folder / "text.txt", "".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
+    return str(folder / "text.txt")
+
+
 def toml(settings: dict[str, Any]) -> str:
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
 
@@ -100,7 +98,7 @@ def mode(size: Size) -> str:
 
 
 def command(size: Size, level: str, folder: Path) -> list[str]:
-    """The command of a run in a folder, where its configuration is written if it has none."""
+    """The command of a run in a folder, to which the configuration is written if there is none."""
     settings = {**size.settings, "run.steps": size.steps, "run.name": "run"}
     config, overrides = size.config, [f"{name}={value}" for name, value in settings.items()]
     if config is None:
@@ -114,8 +112,7 @@ def measure(session: Session, name: str, size: Size, level: str) -> Row:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if session.tiny:
-            write_text(folder / "text.txt", "".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
-            size = Size(None, {**size.settings, "data.source": str(folder / "text.txt")}, size.steps, size.ends)
+            size = replace(size, settings={**size.settings, "data.source": tiny_text(folder)})
         words, log, started = command(size, level, folder), folder / "log", time.time()
         ended = _train(words, log, folder / "out", None if size.ends and level in ENDING else size.steps, limit)
         figures = read(folder / "out", started, log.read_text(errors="replace"))
@@ -152,7 +149,6 @@ def _train(words: list[str], log: Path, out: Path, steps: int | None, limit: flo
 
 
 def _lines(path: Path) -> list[str]:
-    """Complete lines of a file that may still be written."""
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
@@ -194,7 +190,6 @@ def _gib(amount: float | None) -> float | None:
 
 
 def beside(figures: Row, bf16: Row | None) -> Row:
-    """Speed-up over bf16, the largest difference of the losses at the same step, and that at the last common one."""
     if bf16 is None or "error" in bf16:
         return {}
     pairs = [(a, b) for a, b in zip(figures["losses"], bf16["losses"], strict=False) if a is not None and b is not None]

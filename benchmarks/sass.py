@@ -1,10 +1,6 @@
-"""What the compiler makes of each Triton kernel, seen without a GPU: registers, spills, accesses, instructions.
-
-Triton compiles down to machine code (`sass_code`), with the `ptxas` and `cuobjdump` of its own wheel: a row per variant
-(kernel × case × configuration) and target, for bf16 input at aligned shapes. The rows of sm_90 are kept, per Triton
-version, in `results/sass/sm_90.json`; `tests/kernels/test_sass.py` fails when a change spills, narrows an access or
-grows a loop. `--write` renews the rows of the Triton that runs.
-Another one: `PYTHONPATH=.venv/triton-3.6 python -m benchmarks sass`.
+"""What the compiler makes of each Triton kernel, without a GPU: registers, spills, accesses, instructions, with `ptxas`
+and `cuobjdump` of Triton's wheel. `results/sass/sm_90.json` keeps rows per version, for `tests/kernels/test_sass.py`.
+For another Triton: `PYTHONPATH=.venv/triton-3.6 python -m benchmarks sass`.
 """
 
 import json
@@ -75,7 +71,6 @@ def _named(variant: "Variant") -> dict[str, Any]:
 
 
 def compile_for(capability: int, variant: "Variant") -> Any:
-    """Compile a variant for bf16 input, contiguous rows, pointers and sizes divisible by 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -94,7 +89,6 @@ def compile_for(capability: int, variant: "Variant") -> Any:
 
 
 def describe(variant: "Variant", capability: int) -> dict[str, Any]:
-    """The row of one variant: what the compiler made of it, and what follows."""
     name = _named(variant)
     try:
         compiled = compile_for(capability, variant)
@@ -123,7 +117,6 @@ def step_of(code: Code) -> dict[str, Any] | None:
 
 
 def _disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
-    """Machine code as text; registers, stack and local bytes."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

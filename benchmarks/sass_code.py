@@ -1,8 +1,5 @@
-"""Machine code as `cuobjdump` prints it: instructions, loops, cold paths, and what one thread's path through it costs.
-
-hot      what every program runs. Both sides of a forward branch count, so costs are upper bounds.
-cold     subroutines (what CALL reaches: the slow path of a division), the blocks that call them, and padding
-loop     from the target of a backward branch to the branch; a loop that only waits for a barrier is none
+"""Machine code as `cuobjdump` prints it: instructions, loops, and the fast path: without subroutines (the slow path of
+a division), blocks that call them, and padding. Both sides of a forward branch count, so costs are upper bounds.
 """
 
 import re
@@ -16,8 +13,6 @@ MATRIX = re.compile(r"^(?:UTC)?[A-Z]?(?:G)?MMA\b")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction: where it is, whether a predicate guards it, its full name, its operands."""
-
     address: int
     guard: str
     name: str
@@ -54,7 +49,6 @@ class Code:
 
     @cached_property
     def cold(self) -> frozenset[int]:
-        """Addresses off the fast path."""
         cold_blocks: set[int] = set()
         subroutines = {i.target for i in self.instructions if i.op == "CALL"}
         joins = {i.target for i in self.instructions if i.op == "BRA"}
@@ -74,7 +68,6 @@ class Code:
 
     @cached_property
     def hot(self) -> tuple[Instruction, ...]:
-        """The fast path, in program order."""
         return tuple(i for i in self.instructions if i.address not in self.cold)
 
     @cached_property

@@ -1,44 +1,26 @@
-"""One training step taken apart by the profiler, beside what `octavo plan` predicts of the same parts.
-
-    products       matrix products of linears, but for the head
-    quantizers     everything else in an FP8 linear
-    attention      fused attention
-    head           vocabulary head and loss, with their products
-    rest           norms, activation functions, rotary embeddings, residuals, embedding
-    accumulation   gradients of several micro-batches into the fp32 ones of the masters
-    clipping       norm of the gradients, and their scaling
-    optimizer      the update, and parameters rounded from masters
-    idle           wall time of a step in which no kernel runs
-
-With compiled blocks, a kernel that Inductor generated belongs to `rest`, whatever it fuses.
-
-The step is that of `octavo train` (`octavo.train.trainer.Trainer`) on random tokens, at the sizes of `python -m
-benchmarks run`. Wall times are taken without the profiler, in turns with bf16's step in the same process. `predicted`
-compares linears (products, quantizers and head), attention, rest, optimizer and idle; the planner leaves out the rest.
+"""One training step taken apart by the profiler (docs/gpu.md), beside what `octavo plan` predicts of the same parts. It
+is that of `octavo train` on random tokens. A kernel that Inductor generated belongs to `rest`, whatever it fuses.
 """
 
 import functools
 import re
-import statistics
-import time
 import tomllib
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from benchmarks import profiling, run
-from benchmarks.arms import in_turns
+from benchmarks.arms import by_the_clock, in_turns
 from benchmarks.profiling import Kernel
 from benchmarks.published import RandomCorpus
 from benchmarks.session import Row, Session, begin, parser
-from benchmarks.timing import Run, Timing
 
 SIZES = ("llama-3-8b-width", "0.4B")
 LEVELS = ("bf16", "fp8", "fp8+activations+optimizer", "fp8+activations")
 PARTS = ("products", "quantizers", "attention", "head", "rest", "accumulation", "clipping", "optimizer")
+"""`quantizers` are everything else in an FP8 linear, `accumulation` the gradients of micro-batches added up in fp32."""
 PREDICTED = {
     "linears": (("products", "quantizers", "head"), ("linears", "products")), "idle": (("idle",), ("waiting",)),
     **{name: ((name,), (name,)) for name in ("attention", "rest", "optimizer")},
@@ -78,8 +60,7 @@ def trainer(session: Session, size: run.Size, level: str) -> Any:
     settings = {**size.settings, "run.steps": 1000, "run.device": session.device.type, "precision.level": level}
     settings["run.compile"] = session.options.compile
     config = parse_config(tomllib.loads(run.toml(settings)))
-    tokens = SimpleNamespace(vocabulary=config.model.config["vocab_size"], sequence=config.data.sequence_length)
-    corpus: Any = RandomCorpus(tokens)
+    corpus: Any = RandomCorpus(config.model.config["vocab_size"], config.data.sequence_length)
     made = Trainer(config, corpus, session.device)
     optimizer: Any = made.optimizer
     for phase, name in (("accumulation", "accumulate"), ("clipping", "gradient_squares"), ("update", "step")):
@@ -88,7 +69,6 @@ def trainer(session: Session, size: run.Size, level: str) -> Any:
 
 
 def take_apart(session: Session, kernels: list[Kernel], wall_ms: float | None) -> Row:
-    """Milliseconds and kernels by part, busy and idle time, and the kernels that took the longest."""
     parts: dict[str, Row] = {name: {"ms": 0.0, "count": 0} for name in PARTS}
     for kernel in kernels:
         one = parts[part(kernel)]
@@ -103,7 +83,6 @@ def take_apart(session: Session, kernels: list[Kernel], wall_ms: float | None) -
 
 
 def predict(session: Session, config: Any, parts: dict[str, Row]) -> Row:
-    """The planner's parts of the same step, in milliseconds, beside the measured ones."""
     from octavo.train.run_plan import plan_configured
 
     gpu = torch.cuda.get_device_name(session.device) if session.gpu else "h100"
@@ -121,19 +100,7 @@ def predict(session: Session, config: Any, parts: dict[str, Row]) -> Row:
     return {"predicted": rows, "predicted_wall_ms": round(1e3 * planned.time.seconds, 3)}
 
 
-def by_the_clock(session: Session, steps: int, runs: Sequence[Run]) -> Timing:
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        runs[0]()
-        if session.gpu:
-            torch.cuda.synchronize(session.device)
-        times.append(1e3 * (time.perf_counter() - start))
-    return Timing(None, statistics.median(times), None, "wall")
-
-
 def measure(session: Session, size: run.Size, level: str, base: Callable[[], Any]) -> Row:
-    """One row: wall times in turns with bf16, the parts of a step, and the prediction."""
     bf16 = base()
     own = bf16 if level == "bf16" else trainer(session, size, level)
     for each in {bf16, own}:
@@ -141,9 +108,7 @@ def measure(session: Session, size: run.Size, level: str, base: Callable[[], Any
     clock = functools.partial(by_the_clock, session, 1 if session.tiny else STEPS)
     figures = in_turns(session, [bf16.train_step], [own.train_step], clock)
     tokens = own.config.optim.batch * own.config.data.sequence_length
-    figures["tokens_per_s"] = round(1e3 * tokens / figures["wall_ms"], 1)
-    if session.tiny:
-        figures = {"wall_ms": None, "tokens_per_s": None}
+    figures["tokens_per_s"] = round(1e3 * tokens / figures["wall_ms"], 1) if figures["wall_ms"] else None
     figures |= take_apart(session, profiling.record(own.train_step, session.device), figures["wall_ms"])
     return figures | predict(session, own.config, figures["parts"])
 

@@ -53,7 +53,6 @@ def _slowest_quantizer(rows: Sequence[Row]) -> float | None:
 
 
 def _best_backend(rows: Sequence[Row]) -> float | None:
-    """Of the backends the best, of the cubes the worst."""
     each = ([row.get("of_cublas", 0.0) for row in rows_like(rows, shape=shape, case="rowwise forward")]
             for shape in CUBES)  # fmt: skip
     return min((max(ratios) for ratios in each if ratios), default=None)

@@ -1,13 +1,6 @@
-"""Clocks: how a call is timed on a GPU, and what stands in for that where there is none.
-
-*Kernel time* is what the GPU needs: the calls are captured into a CUDA graph once and the graph is replayed, so that
-launches and Python cost nothing. What cannot be captured is timed with events instead, behind a kernel that sleeps
-while the launches queue up. *Wall time* is what a training loop sees: calls back to back, one synchronization at the
-end, so it holds the launch overhead of eager code where that is longer than the work.
-
-A call comes as several `runs`, each over buffers of its own, together at least `CACHES` times the L2: repeated over
-one small buffer, a kernel would be timed on the cache. Inputs are random normal numbers: on zeros the same products
-run faster.
+"""Clocks. *Kernel time* replays a CUDA graph, or is that of events behind a kernel that sleeps where nothing can be
+captured; *wall time* is of calls back to back. A call comes as several `runs` over buffers of its own, together at
+least `CACHES` times the L2. Inputs are random normal numbers: on zeros products run faster.
 """
 
 import statistics
@@ -57,6 +50,9 @@ class Rehearsal:
 
     def peak_mib(self, run: Run) -> float | None:
         run()
+        return None
+
+    def host_ms(self, run: Run) -> float | None:
         return None
 
 
@@ -127,6 +123,17 @@ class GpuClock:
         run()
         self.cuda.synchronize(self.device)
         return (self.cuda.max_memory_allocated(self.device) - before) / 2**20
+
+    def host_ms(self, run: Run) -> float:
+        """Time that a call takes the host: of so few calls that the GPU's queue, empty before, holds all launches."""
+        samples = []
+        for _ in range(9):
+            self.cuda.synchronize(self.device)
+            start = time.perf_counter()
+            for _ in range(5):
+                run()
+            samples.append(1e3 * (time.perf_counter() - start) / 5)
+        return statistics.median(samples)
 
     def _timed(self, call: Run, count: int, *, asleep: bool = False) -> list[float]:
 

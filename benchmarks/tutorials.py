@@ -1,11 +1,5 @@
-"""The tutorials of docs/tutorials: run as written, and their pictures.
-
-Each block of commands that a page marks as `sh` runs, in order, in a folder with a copy of configs/ and the files that
-the page shows: blocks whose first line is `# name.py` or `# name.toml`. A picture shows parts of the report that one of
-the commands writes.
-
-  python -m benchmarks tutorials                      # all of them, an hour on two CPU cores
-  python -m benchmarks tutorials ten-minutes --keep
+"""The tutorials of docs/tutorials: their `sh` blocks run in order, in a folder with a copy of configs/ and the files
+that the page shows (blocks that begin with `# name.py` or `# name.toml`), and pictures of the reports that they write.
 """
 
 import json

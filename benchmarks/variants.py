@@ -1,7 +1,5 @@
-"""Every kernel × case × configuration that backends can launch on a GPU, for `benchmarks.sass` to compile without one.
-
-Input is bf16, in aligned, contiguous rows of 4096 elements. What a table of argument names and a launch's own constants
-tell is not repeated: types, strides of 1, the tile, the iterations of a loop.
+"""Every kernel × case × configuration that backends can launch on a GPU, for `benchmarks.sass` to compile without one:
+bf16 input in aligned, contiguous rows of 4096 elements.
 """
 
 from collections.abc import Callable, Iterator
@@ -97,7 +95,6 @@ _COMPILED = (  # Cases that compile to different code, with `A_ROWS`, `B_ROWS` a
 
 
 def products(capability: int = 90, out_bytes: int = 2) -> Iterator[Variant]:
-    """With bf16 output; 4 bytes: float32."""
     target, out = gemm.target_of(capability, 1), "*fp32" if out_bytes == 4 else "*bf16"
     for case, a_rows, b_rows, blocked in _COMPILED:
         for fast in (True, False) if target.limited_accumulator and not blocked else (False,):
@@ -118,7 +115,6 @@ _BY_ROW = ("a_stride_r", "b_stride_r")
 
 
 def grouped_products(capability: int = 90) -> Iterator[Variant]:
-    """Of 8 experts."""
     target = gemm.target_of(capability, 1)
     for layout in ("nt", "nn", "tn"):
         fast = layout == "nt" and target.limited_accumulator
@@ -221,7 +217,6 @@ def cross_entropies() -> Iterator[Variant]:
 
 
 def grouped_gradients() -> Iterator[Variant]:
-    """Of both outputs, and the zeros."""
     steps = (*gradients.launches(QuantSpec.parse("e4m3/row"), True, True, True), gradients.ZERO_TAIL)
     for launch, moved in zip(steps, (2.0, 12.0, 4.0, 2.0), strict=True):
         case, tile = launch.kernel.fn.__name__.removesuffix("_kernel"), launch.constants.get("BLOCK")

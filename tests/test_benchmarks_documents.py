@@ -1,11 +1,10 @@
 """Pages, tables and images that benchmarks write are those of the kept results, images in the theme of the reports."""
 
-import json
 import re
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks import compiled, figures, performance, rates, settings
+from benchmarks import figures, performance, settings
 
 from octavo.planner.devices import DEVICES
 from octavo.planner.roofline import product
@@ -14,39 +13,16 @@ H100 = DEVICES["h100"]
 IMAGES = performance.DOCUMENT.parent / performance.IMAGES
 
 
-def of_compiled(drop=0):
-    return compiled.document(json.loads(compiled.RESULT.read_text())["rows"][drop:], compiled.DOCUMENT.read_text())
-
-
-@pytest.mark.parametrize(
-    ("path", "document", "command"),
-    [
-        (compiled.DOCUMENT, of_compiled, "compiled --write"),
-        (rates.OUT, rates.text, "rates"),
-        (settings.DOCUMENT, settings.document, "settings"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_document_is_of_the_results(path, document, command):
-    assert path.read_text(encoding="utf-8") == document(), f"run `python -m benchmarks {command}`"
-
-
-def test_compiled_graphs_of_all_arms_are_kept():
-    rows = json.loads(compiled.RESULT.read_text())["rows"]
-    arms = {(arm, False) for arm in (*compiled.RECIPES, *compiled.STORED, "opaque blockwise")}
-    assert {(row["arm"], row["combo_kernels"]) for row in rows} == arms | {(arm, True) for arm in compiled.COMBINED}
-    assert of_compiled(drop=1) != compiled.DOCUMENT.read_text()
+def test_the_page_of_settings_is_of_the_sections():
+    text = settings.DOCUMENT.read_text(encoding="utf-8")
+    assert text == settings.document(), "run `python -m benchmarks settings`"
 
 
 def test_shares_of_an_h100_give_back_the_rates_that_were_measured():
-    shares = rates.content()["gpu"]
-    assert {name: getattr(H100, name) for name in shares if name.endswith("_efficiency")} == {
-        name: share for name, share in shares.items() if name.endswith("_efficiency")
-    }
     seconds = product(H100, 8192, 8192, 8192)
     assert 2 * 8192**3 / seconds / 1e12 == pytest.approx(760, rel=0.03)  # measured there
     assert H100.bandwidth == pytest.approx(2.42e12, rel=0.002)
-    assert len(H100.measured) == len(rates.content()["entries"]) == 27
+    assert len(H100.measured) == 27
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +31,7 @@ def kept():
 
 
 def test_the_committed_images_are_of_the_kept_results(kept):
-    names = ("predicted", "linear-nvidia-h100-80gb-hbm3")
-    assert set(kept) == {f"{name}.svg" for name in names}
+    assert set(kept) == {"linear-nvidia-h100-80gb-hbm3.svg"}
     for name, content in kept.items():
         svg = (IMAGES / name).read_text(encoding="utf-8")
         assert f"<desc>{figures.digest(content)}</desc>" in svg, "run `python -m benchmarks performance`"

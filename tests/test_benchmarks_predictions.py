@@ -21,13 +21,8 @@ def test_the_planner_is_as_close_to_an_h100_as_the_page_says():
     rows = predictions.comparisons()
     kinds = {"product": (27, 0.04), "linear": (13, 0.05), "layer": (2, 0.06), "step": (3, 0.08)}
     for kind, (count, mean) in kinds.items():
-        now = [abs(row.error(row.now)) for row in rows if row.kind == kind]
-        assert len(now) == count and sum(now) / len(now) < mean and max(now) < 0.11, kind
-    steps = [row for row in rows if row.kind == "step"]
-    assert all(abs(row.error(row.now)) < abs(row.error(row.before)) for row in steps)
-    before = next(row.before for row in steps if row.where.startswith("0.42 B") and row.arm == "bf16")
-    # What `octavo plan` said before the run is 200.8: its optimizer moved 4 bytes per parameter less.
-    assert before == pytest.approx(201.4, abs=0.2)
+        errors = [abs(row.error) for row in rows if row.kind == kind]
+        assert len(errors) == count and sum(errors) / len(errors) < mean and max(errors) < 0.11, kind
 
 
 @pytest.mark.thorough

@@ -1,25 +1,16 @@
 """A Llama 3 8B decoder layer of fake tensors, in bf16, and the arms that it is compiled in."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import octavo
-from benchmarks.arms import to_torchao
-from octavo.kernels import library
 
 TOKENS, WIDTH, HIDDEN, HEADS, KV_HEADS = 8192, 4096, 14336, 32, 8
-ARMS = (
-    "bf16", "octavo rowwise", "octavo tensorwise", "octavo blockwise", "opaque rowwise",
-    "opaque tensorwise", "opaque blockwise", "torchao rowwise", "torchao tensorwise", "stored rowwise",
-    "stored tensorwise",
-)  # fmt: skip
-"""`octavo` as `torch.compile` sees it; `opaque` with its ops as opaque calls, as before they had decompositions;
-`stored` with activations="fp8"."""
+RECIPES = ("rowwise", "tensorwise", "blockwise")
+ARMS = ("bf16", *(f"octavo {recipe}" for recipe in RECIPES), *(f"stored {recipe}" for recipe in RECIPES[:2]))
+"""`stored` with activations="fp8"."""
 
 _ATTENTION = torch.library.Library("octavo_benchmarks", "DEF")
 _ATTENTION.define("attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
@@ -102,13 +93,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-high, low), -1) * sin
 
 
-@contextlib.contextmanager
-def built(arm: str) -> Iterator[nn.Module]:
+def built(arm: str) -> nn.Module:
     kind, _, recipe = arm.partition(" ")
-    block: Any = Block()
-    if kind in ("octavo", "opaque", "stored"):
-        octavo.convert(block, recipe, verbose=False, activations="fp8" if kind == "stored" else "bf16")
-    elif kind == "torchao":
-        to_torchao(block, recipe)
-    with mock.patch.dict(library.DECOMPOSITIONS, clear=kind == "opaque"):
-        yield block
+    if kind == "bf16":
+        return Block()
+    return octavo.convert(Block(), recipe, verbose=False, activations="fp8" if kind == "stored" else "bf16")

@@ -1,15 +1,7 @@
-"""A pretended H100 for `torch.compile`: fake tensors on "cuda" are traced, partitioned, scheduled and turned into code.
-
-`install` builds and loads `device.cpp` and answers what Dynamo, AOTAutograd, Inductor and Octavo ask a GPU about. It
-changes the process for good, and must run before anything imports torch. The code that Inductor makes is kept and not
-run: `Graphs` holds it, and what is called in its place returns fake tensors.
-
-In PyTorch it replaces the functions of C that a build with CUDA has, and none of Python. So Dynamo meets the same
-`torch.cuda` as on a GPU, and refuses what it refuses there: `is_current_stream_capturing`, say. What it cannot prove:
-
-* the probes of backends, which it answers (`choose_as_an_h100`), and the results, times and memory of kernels
-* Inductor's patterns of attention and its folding of constants, which would run on the device: they are off
-* CUDA graphs, and work on several streams or devices: there is stream 0 of device 0, and no capture
+"""A pretended H100 for `torch.compile`: fake tensors on "cuda" become graphs and Inductor's code, which is kept, not
+run. It replaces the functions of C that a build with CUDA has, so Dynamo refuses what it refuses on a GPU. Off are
+Inductor's patterns of attention and folding of constants, which would run on the device; there are no CUDA graphs or
+streams.
 """
 
 import ctypes
@@ -48,8 +40,6 @@ class Graph:
 
 @dataclass
 class Graphs:
-    """The graphs compiled so far, in order."""
-
     graphs: list[Graph] = field(default_factory=list)
 
     def take(self) -> list[Graph]:

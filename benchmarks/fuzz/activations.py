@@ -1,7 +1,5 @@
-"""Stored activations, `Precision(matmul="bf16", activations="fp8")`, and fused ones, beside the plain model.
-
-The forward is bitwise the plain one's, with its side effects and random numbers. Only norms and gated MLPs known by
-their code may differ by one rounding. Gradients reach `WHOLE_DB` and `EACH_DB`.
+"""Stored and fused activations beside the plain model: bitwise the same forward, side effects and random numbers; only
+norms and gated MLPs known by their code may differ by one rounding. Gradients reach `WHOLE_DB` and `EACH_DB`.
 """
 
 import copy
@@ -39,7 +37,6 @@ def check(case: Case) -> Outcome:
 
 
 def exact_run(model: nn.Module, case: Case, x: Tensor, once: Callable[..., Run] = run) -> tuple[Run, Exact]:
-    """Run a model in float64, and again with noise in its gradients."""
     exact = plain_run(model, case, x.double(), once)
     noised = with_noise(model, lambda: plain_run(model, case, x.double(), once))
     return exact, Exact(exact.grads, [one.grads for one in noised])
@@ -50,7 +47,6 @@ def precision_of(case: Case, **more: Any) -> octavo.Precision:
 
 
 def convert(model: nn.Module, precision: octavo.Precision) -> bool:
-    """`octavo.convert`; False where there is nothing to convert."""
     try:
         octavo.convert(model, precision=precision, verbose=False)
     except ValueError as error:

@@ -1,11 +1,6 @@
-"""Models, inputs and runs from cases: the same case gives the same bits in every process.
-
-A case is plain data. `"parts"` are the modules of a model, one after the other, each a dictionary with an `"op"`; a
-part that holds another has it as `"of"`. Everything else has a default, the simplest value, so that a case can be
-shrunk by deleting keys.
-
-    {"kind": "activations", "seed": 3, "dtype": "bf16", "length": 17,
-     "parts": [{"op": "residual", "of": {"op": "gate", "form": "llama"}}]}
+"""Models, inputs and runs from cases: the same case gives the same bits in every process. A case's `"parts"` are
+modules one after the other, each a dictionary with an `"op"`; a part that holds another has it as `"of"`. Keys have
+defaults.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -83,15 +78,13 @@ class Residual(nn.Module):
         return x + y if self.scale is None else x + self.scale * y
 
 
-class Around(nn.Module):
-    """A function of x and of modules."""
-
-    def __init__(self, function: Callable[..., Tensor], *inner: nn.Module) -> None:
+class Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.function, self.inner = function, nn.ModuleList(inner)
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.inner)
+        return self.function(x)
 
 
 VIEWS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
@@ -107,40 +100,32 @@ VIEWS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
 """Views between what makes x and a linear."""
 
 
-def _repeated(times: int, x: Tensor, inner: nn.Module) -> Tensor:
-    for _ in range(times):
-        x = inner(x)
-    return x
+class View(nn.Module):
+    def __init__(self, width: int, part: Part) -> None:
+        super().__init__()
+        self.form = part.get("form", "permute")
+        self.inner = module(width, part["of"]) if "of" in part else nn.Identity()
+        features = width // 2 if self.form == "reshape" else width
+        self.fc = nn.Linear(features, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return VIEWS[self.form](self.fc, self.inner(x))
 
 
-def _activated(form: str, factor: float, x: Tensor) -> Tensor:
-    return modules.FUNCTIONS[form](x * factor)
-
-
-def _viewed(form: str, x: Tensor, inner: nn.Module, fc: nn.Linear) -> Tensor:
-    return VIEWS[form](fc, inner(x))
-
-
-def _convolved(x: Tensor, conv: nn.Module) -> Tensor:
+class Convolution(nn.Module):
     """Over tokens, or as a patch embedding of them as an image."""
-    if not x.shape[1]:
-        return x
-    if isinstance(conv, nn.Conv2d):
-        return conv(x[:, None]).squeeze(3).transpose(1, 2)
-    return conv(x.transpose(1, 2)).transpose(1, 2)
 
+    def __init__(self, width: int, part: Part) -> None:
+        super().__init__()
+        self.patch, groups = part.get("form", "patch") == "patch", width if part.get("form") == "depthwise" else 1
+        conv1d = partial(nn.Conv1d, width, width, 3, padding=1, groups=groups)
+        self.conv = nn.Conv2d(1, width, (1, width)) if self.patch else conv1d()
 
-def _view(width: int, part: Part) -> nn.Module:
-    form, inner = part.get("form", "permute"), module(width, part["of"]) if "of" in part else nn.Identity()
-    features = width // 2 if form == "reshape" else width
-    return Around(partial(_viewed, form), inner, nn.Linear(features, features))
-
-
-def _convolution(width: int, part: Part) -> nn.Module:
-    form = part.get("form", "patch")
-    groups = width if form == "depthwise" else 1
-    patch = nn.Conv2d(1, width, (1, width)) if form == "patch" else nn.Conv1d(width, width, 3, padding=1, groups=groups)
-    return Around(_convolved, patch)
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.shape[1]:
+            return x
+        y = self.conv(x[:, None]).squeeze(3) if self.patch else self.conv(x.transpose(1, 2))
+        return y.transpose(1, 2)
 
 
 def _linear(width: int, part: Part) -> nn.Module:
@@ -172,10 +157,10 @@ def _hooked(width: int, part: Part) -> nn.Module:
 
 _BUILDERS: dict[str, Callable[[int, Part], nn.Module]] = {
     "norm": modules.norm, "gate": modules.gate, "mlp": modules.mlp, "attention": modules.attention, "linear": _linear,
-    "activation": lambda w, p: Around(partial(_activated, p.get("form", "silu"), p.get("factor", 1.0))),
+    "activation": lambda w, p: Function(lambda x: modules.FUNCTIONS[p.get("form", "silu")](x * p.get("factor", 1.0))),
     "module": lambda w, p: modules.ACTIVATIONS[p.get("form", "silu")](), "residual": Residual, "hooked": _hooked,
-    "repeat": lambda w, p: Around(partial(_repeated, p.get("times", 2)), module(w, p["of"])), "view": _view,
-    "conv": _convolution, "dropout": lambda w, p: nn.Dropout(p.get("p", 0.2)),
+    "repeat": lambda w, p: nn.Sequential(*[module(w, p["of"])] * p.get("times", 2)), "view": View,
+    "conv": Convolution, "dropout": lambda w, p: nn.Dropout(p.get("p", 0.2)),
     "sequence": lambda w, p: nn.Sequential(*(module(w, each) for each in p["parts"])),
 }  # fmt: skip
 
@@ -241,8 +226,6 @@ def _halved(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class Run:
-    """What one forward and backward gave."""
-
     y: Tensor
     grads: dict[str, Tensor | None]
     random: Tensor

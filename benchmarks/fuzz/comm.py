@@ -1,10 +1,5 @@
-"""Collectives of `octavo.comm` on two ranks beside torch.distributed's, in float64, within the documented bounds.
-
-A value v in a group of scale s arrives within |v|/16 or s/2¹⁰ in e4m3, |v|/8 or s/2¹⁷ in e5m2, and in `fp8/1x128`
-within the bound of the format that its group has by the documented rule, before it is rounded to its dtype
-(`octavo.comm.encoding`). Sums add these bounds up; all_reduce adds that of the sum. Where a value is not finite, what
-arrives is not finite; in groups without such a value the bounds hold. `feedback` is DDP's hook with error feedback, of
-which a step that is not taken must change no bit.
+"""Collectives of `octavo.comm` on two ranks beside torch.distributed's, in float64, within the bounds that
+`octavo.comm.encoding` documents. `feedback` is DDP's hook, of which a step that is not taken must change no bit.
 """
 
 from typing import Any

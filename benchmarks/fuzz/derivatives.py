@@ -1,7 +1,5 @@
-"""Second derivatives: a gradient penalty through a converted model is right, or raises Octavo's own error.
-
-Beside float64, as first derivatives; inside `octavo.disabled()` they are the plain model's. A penalty that reaches no
-weight, as a constant, would be missing from their gradients.
+"""Second derivatives: a gradient penalty through a converted model is right beside float64, or raises Octavo's own
+error.
 """
 
 import copy

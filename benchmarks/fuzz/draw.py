@@ -1,6 +1,5 @@
-"""Strategies of cases, plain data: a table of keys and their choices, the simplest first, None where a key is left out.
-
-Hypothesis draws from them and shrinks towards the first choices: cases of few keys.
+"""Strategies of cases, plain data: a table of keys and their choices, the simplest first, to which Hypothesis shrinks;
+None leaves a key out.
 """
 
 import random

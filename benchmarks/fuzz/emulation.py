@@ -1,8 +1,5 @@
-"""A linear layer in FP8 by the definitions in `octavo.numerics`, in float64 and without Octavo's kernels.
-
-    s = max(amax / max, 2⁻¹²⁶) rounded to float32       q = round(x · (1/s)), the product in float32
-
-Products are exact sums of the FP8 values; folding as in `octavo.numerics.recipe`.
+"""A linear layer in FP8 by the definitions in `octavo.numerics`, in float64 and without Octavo's kernels: scales
+max(amax / max, 2⁻¹²⁶) in float32, codes round(x · (1/s)) with the product in float32, exact sums of products.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,5 @@
-"""Experts distributed over two ranks beside one process with all of them and all tokens.
-
-Exact messages change no bit of Mixtral's experts with sizes that are multiples of 16. In others the last bit of an
-activation may depend on where its row lies in memory: PyTorch computes the rest of a vectorized loop in another way.
-There, and with FP8 messages, outputs and gradients are within `EACH_DB`, as is one process of the same experts in
-float64. A token that is not finite leaves the outputs of all others finite.
+"""Experts distributed over two ranks beside one process with all of them: bitwise for exact messages of Mixtral's
+experts at multiples of 16, else within `EACH_DB`, as is one process beside float64.
 """
 
 import copy

@@ -1,6 +1,5 @@
-"""Names, signatures and pickles: a converted module is described, copied and called as the plain one.
-
-`"own"` adds a module of a class that the case describes: its base and the parameters of its forward.
+"""Names, signatures and pickles: a converted module is described, copied and called as the plain one. `"own"` adds a
+module of a class that the case describes: its base and the parameters of its forward.
 """
 
 import copy
@@ -92,7 +91,6 @@ def check(case: Case) -> Outcome:
 
 
 def _facts(module: nn.Module) -> dict[str, Any]:
-    """What frameworks read of a module."""
     owner, forward = type(module), type(module).forward
     names = ("__name__", "__qualname__", "__module__", "__doc__")
     facts = {name: getattr(owner, name) for name in names} | {f"forward.{n}": getattr(forward, n) for n in names}

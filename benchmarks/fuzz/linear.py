@@ -1,8 +1,5 @@
-"""FP8 products: layers element by element beside their emulation, models beside the model of emulated layers.
-
-A layer's elements may differ from the emulation by the rounding of its dtype and of sums in float32. What is well
-scaled is compared with exact products too. In a model, roundings of single FP8 values differ and propagate; it is held
-to `WHOLE_DB` and `EACH_DB` where the emulation itself does not move as much when its input moves by a rounding.
+"""FP8 products: layers element by element beside their emulation, up to roundings of the dtype and of float32 sums;
+models beside the model of emulated layers, by SQNR where it does not move as much when its input moves by a rounding.
 """
 
 import copy

@@ -1,7 +1,5 @@
-"""Norms, gates, MLPs and attention of the fuzzer's grammar: code that Octavo knows, and code that only resembles it.
-
-Every module maps [B,T,W] to [B,T,W] and is built from a part of a case: a dictionary with an `"op"`, a `"form"` and
-options, each of which may be left out.
+"""Norms, gates, MLPs and attention of the fuzzer's grammar, [B,T,W] to [B,T,W]: code that Octavo knows, and code that
+only resembles it. Each is built from a part of a case.
 """
 
 import math
@@ -32,7 +30,6 @@ MASKS = (None, "causal", "padded", "additive")
 
 
 def transformers(family: str, *names: str) -> list[Any]:
-    """Classes of a family of models in Transformers."""
     return [getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name) for name in names]
 
 
@@ -186,7 +183,6 @@ def gate(width: int, part: Part) -> nn.Module:
 
 
 def mlp(width: int, part: Part) -> nn.Module:
-    """Linear, activation, linear; with a dropout if `"dropout"` is positive."""
     hidden = part.get("hidden", 2 * width)
     modules = [nn.Linear(width, hidden), ACTIVATIONS[part.get("act", "gelu")]()]
     modules += [nn.Dropout(part["dropout"])] if part.get("dropout") else []
@@ -270,8 +266,6 @@ class Attention(nn.Module):
 
 
 class Multihead(nn.Module):
-    """`nn.MultiheadAttention` on itself."""
-
     def __init__(self, width: int, part: Part) -> None:
         super().__init__()
         heads = part.get("heads", 2)

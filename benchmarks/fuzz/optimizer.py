@@ -1,8 +1,5 @@
-"""octavo.AdamW and Muon beside PyTorch's on float64 copies of the same parameters and gradients.
-
-What may differ: with float32 states, float32 arithmetic; with FP8 states, moments that are off by their 8 bits from the
-second step on; without a master, one rounding of the parameter per step. Parameters hold the master, rounded once.
-`"writes"` are made between steps: the next step starts from what was written, up to half a step of bf16.
+"""octavo.AdamW and Muon beside PyTorch's on float64 copies of the same parameters and gradients, up to FP8 moments and
+roundings of the parameter. `"writes"` are made between steps: the next one starts from what was written.
 """
 
 import io

@@ -1,14 +1,6 @@
-"""What became of a case, and how results are compared.
-
-Gradients are compared by SQNR, 20·log10(‖plain‖ / ‖plain − Octavo's‖) in dB. Those that nobody can compute to FP8's
-accuracy are left out. Which they are is decided without Octavo, by the same model in float64:
-
-    rounding noise     plain PyTorch is below `NOISE_DB` of its dtype
-    cancellation       float64 with a relative error of `NOISE` in the gradient of each module's output, and in the
-                       input of each silu and gelu (gates far below zero: docs/memory.md), is below
-                       `CANCELLED_DB`: the gradient of a key bias, say, which is a sum that should be zero; of a
-                       few numbers below `CANCELLED_FEW_DB`, as one error may be three times the typical one, and
-                       typical is the root mean square of `DRAWS` draws of the noise: one of them may be small by chance
+"""What became of a case, and how gradients are compared: by SQNR, but for those that nobody can compute to FP8's
+accuracy (rounding noise, sums that cancel), which are found without Octavo, by the model in float64 with and without
+noise.
 """
 
 import traceback
@@ -66,7 +58,6 @@ def fail(label: str, message: str) -> Outcome:
 
 
 def of_error(error: BaseException) -> Outcome:
-    """Make a failure of what Octavo raised where plain PyTorch did not."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     at = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
     return fail(f"error {type(error).__name__} in {where.name}", f"{type(error).__name__}: {error} ({at})")

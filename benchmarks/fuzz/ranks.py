@@ -28,8 +28,6 @@ _numbers = count(1)
 
 
 def on_ranks(job: Job, case: Case) -> Outcome:
-    """The worst outcome of a job of the ranks."""
-
     def is_error(outcome: Outcome) -> bool:
         return outcome.label.startswith("error")
 

@@ -1,7 +1,4 @@
-"""Run one case, with a time limit, into an `Outcome`; and the command that draws until time is over.
-
-A case is plain data whose keys all have the simplest value as default, so that smaller cases are those of fewer keys.
-"""
+"""Run one case, with a time limit, into an `Outcome`; and the command that draws until time is over."""
 
 import argparse
 import importlib

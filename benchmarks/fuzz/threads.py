@@ -1,7 +1,5 @@
-"""Threads: contexts that overlap in them, and forwards of one converted model at the same time.
-
-`"spans"` are [context, start, length]: each is entered and left in a thread of its own, in any order, and between them
-the model in the main thread is bitwise the plain one inside of `octavo.disabled()`, else the converted one.
+"""Contexts that overlap in threads of their own, `"spans"` of [context, start, length], and forwards of one converted
+model at the same time: bitwise the plain model inside of `octavo.disabled()`, else the converted one.
 """
 
 import threading

@@ -1,13 +1,5 @@
-"""What goes around a converted model: checkpointing, kept weights, FSDP2, torch.compile.
-
-checkpoint        bitwise the model without, where plain PyTorch is; gradients up to FP8 where each part is checkpointed
-                  by itself and activations are stored, as what lies between parts is then exact
-keep_weights      bitwise the model that quantizes its weights each time, over optimizer steps and writes between
-                  them, and a model converted afterwards
-fully_shard       by hand, on two ranks: one process, up to the order of sums
-parallelize       the same by octavo.parallelize; FP8 gathers change no bit, FP8 gradients up to their rounding; also
-                  after an earlier pass and what follows it, such as writes that no version counter shows (`EARLIER`)
-compile           eager, up to FP8 roundings that fused arithmetic moves
+"""What goes around a converted model: checkpointing, kept weights and FSDP2, which change no bit or as little as sums
+in another order and FP8 messages do, and torch.compile, which moves single FP8 roundings.
 """
 
 import copy

@@ -1,14 +1,5 @@
-"""Host time of the GPU path, measured without a GPU.
-
-Eager PyTorch hands each operation to the GPU from Python. Where the GPU finishes sooner, the host sets the pace. This
-measures the host alone: Triton compiles for sm_90 and runs its real launcher, which calls a CUDA driver that launches
-nothing (`libcuda.c`, built with the system's C compiler). Times are ratios to bf16's on the same machine; launches,
-dispatched operations and Python calls are exact.
-
-    launches      kernels that Triton launches
-    kernels       all kernels: these, products, and what other operations start
-    dispatches    operations that go through PyTorch's dispatcher
-    python_calls  calls of Python functions
+"""Host time of the GPU path, measured without a GPU: Triton's real launcher calls a driver that launches nothing
+(docs/host_time.md). Times are ratios to bf16's on the same machine; launches, dispatches and calls are exact.
 """
 
 import sys

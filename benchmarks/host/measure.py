@@ -1,16 +1,12 @@
 """What one linear, and the seven linears of a Llama block, cost the host: microseconds, launches, dispatches, calls.
 
-Times are CPU time, the best of many short samples that rows take in turn, so that what else runs on the machine meets
-them alike: all rows if few are chosen by name, else each row and the one that it is compared with, because samples of
-many rows in turn begin with the other rows' data in the caches. They are without what an empty autograd graph costs.
-The matrices are 16×16, so that the host's work is left; with scales of blocks they are of whole blocks.
+CPU time, the best of many short samples that rows take in turn, without what an empty autograd graph costs.
 """
 
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -185,7 +181,7 @@ def _dispatches(step: Step) -> tuple[int, int]:
 
     The profiler counts: a dispatch mode would switch off what it is to count.
     """
-    with _quiet(), torch.autograd.profiler.profile() as profile:
+    with torch.autograd.profiler.profile() as profile:
         step()
     events = [event for event in profile.function_events or () if "::" in event.name and "autograd" not in event.name]
     return len(events), sum(_kernels(event) for event in events if event.cpu_parent not in events)
@@ -197,18 +193,6 @@ def _kernels(event: Any) -> int:
         return 1
     below = sum(_kernels(child) for child in event.cpu_children)
     return below or int(name not in NO_KERNEL and not name.startswith("octavo::"))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Send stderr to nowhere: the profiler's library writes there when it starts and stops."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept), os.close(nowhere)
 
 
 def _python_calls(step: Step) -> int:
@@ -227,7 +211,6 @@ def _python_calls(step: Step) -> int:
 
 
 def times(makes: list[Callable[[], nn.Module]], repetitions: int) -> list[Row]:
-    """Return the microseconds of forward, and of forward and backward, of some modules."""
     made = [steps(make()) for make in (nn.Identity, *makes)]
     empty, *totals = best_us([both for _, both in made], repetitions)  # first: brings layers to the steady state
     empty_forward, *forwards = best_us([forward for forward, _ in made], repetitions)
@@ -238,7 +221,6 @@ def times(makes: list[Callable[[], nn.Module]], repetitions: int) -> list[Row]:
 
 
 def best_us(steps: list[Step], repetitions: int) -> list[float]:
-    """Return the shortest mean CPU time of each step over samples of about a millisecond, taken in turn, µs."""
     calls, best = [], [float("inf")] * len(steps)
     for step in steps:
         for _ in range(10):  # an equalized layer measures in passes 0, 1, 2, 4 and 8
@@ -256,30 +238,19 @@ def best_us(steps: list[Step], repetitions: int) -> list[float]:
 
 
 def measure(stub: Stub, names: tuple[str, ...], repetitions: int, *, timed: bool) -> list[Row]:
-    """Measure the arms of these names, or all, and what they are compared with; print them."""
-    chosen = arms(names)
-    rows: dict[str, Row] = {}
-    for name, (_, make) in chosen.items():
-        with _products(name):
-            rows[name] = counts(stub, name, make)
-    if timed:
-        pairs = [list({base: 0, name: 0}) for name, (base, _) in chosen.items()]
-        together = [name for name in chosen if name not in BY_TRITON]  # products of one group have one backend
-        groups = [together, *(pair for pair in pairs if pair[-1] in BY_TRITON)] if names else pairs
-        for group in groups:
-            with _products(group[-1]):
-                timings = dict(zip(group, times([chosen[name][1] for name in group], repetitions), strict=True))
-            for name in group if group is together else group[-1:]:
-                ratio = timings[name]["total_us"] / timings[chosen[name][0]]["total_us"]
-                rows[name] |= timings[name] | {"ratio": round(ratio, 2)}
+    """Measure the arms of these names, or all, each in turns with what it is compared with; print them."""
+    chosen, rows = arms(names), []
     print(f"{'':<28} forward  total µs   × bf16  launches   kernels  dispatch     calls")
-    for row in rows.values():
-        print(line(row))
-    return list(rows.values())
-
-
-def _products(name: str) -> AbstractContextManager[None]:
-    return SCALED_MM.force("triton") if name in BY_TRITON else nullcontext()
+    for name, (base, make) in chosen.items():
+        with SCALED_MM.force("triton") if name in BY_TRITON else nullcontext():
+            row = counts(stub, name, make)
+            if timed:
+                pair = {base: chosen[base][1], name: make}
+                timings = dict(zip(pair, times(list(pair.values()), repetitions), strict=True))
+                row |= {**timings[name], "ratio": round(timings[name]["total_us"] / timings[base]["total_us"], 2)}
+        rows.append(row)
+        print(line(row), flush=True)
+    return rows
 
 
 def line(row: Row) -> str:

@@ -1,10 +1,6 @@
 """A pretended H100: CPU tensors take the GPU path, and a CUDA driver that launches nothing (`libcuda.c`) ends it.
-
-Triton compiles for sm_90 and runs its real launcher. Products, which a CPU cannot compute in FP8 at any useful speed,
-are bf16 products of the same sizes: each costs the host what the same product costs the bf16 arm. What a GPU would have
-computed is not computed: outputs are uninitialized memory.
-
-`install` changes the process for good. It must run before anything imports Triton.
+Triton compiles for sm_90 and runs its real launcher; FP8 products are bf16 products of the same sizes; outputs are
+uninitialized memory. `install` changes the process for good, before anything imports Triton.
 """
 
 import atexit
@@ -42,7 +38,6 @@ class Record(ctypes.Structure):
     )  # fmt: skip
 
     def key(self) -> tuple[Any, ...]:
-        """The kernel, grid, threads, shared memory, stream and parameters."""
         values = tuple(self.value[: self.count])
         return self.kernel, tuple(self.grid), self.threads, self.shared, self.stream, values
 
@@ -136,7 +131,6 @@ def choose_as_an_h100(*devices: torch.device) -> None:
 
 
 def _pretend() -> None:
-    """Let CPU tensors take the GPU path, with the backends that an H100 takes."""
     from octavo.kernels import registry
 
     registry.GPU_TYPES.add("cpu")

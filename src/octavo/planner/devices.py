@@ -1,7 +1,7 @@
 """Gpu: the properties of a GPU that predictions use, a table of known GPUs, and a way to describe another one.
 
 Rates are dense peaks of data sheets; `efficiency_from` names where the shares come from that large products and copies
-reach. `h100.json` beside this file is made by `python -m benchmarks rates` from the result files of that card.
+reach. The benchmark `rates` (docs/log.md) made `h100.json` beside this file from the result files of that card.
 """
 
 import json
