@@ -175,10 +175,14 @@ def scale_that_drifts():
     return quantize_as(drifting)
 
 
-def optimizer_step(before=lambda group, p: None, after=lambda optimizer, p: None):
-    original = octavo.AdamW.step
+def wrapped(target, name, call):
+    """Replaces a function or a method by call(original, *its arguments)."""
+    original = getattr(target, name)
+    return mock.patch.object(target, name, lambda *args, **options: call(original, *args, **options))
 
-    def step(self, closure=None):
+
+def optimizer_step(before=lambda group, p: None, after=lambda optimizer, p: None):
+    def step(original, self, closure=None):
         params = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for group, p in params:
             before(group, p)
@@ -186,7 +190,7 @@ def optimizer_step(before=lambda group, p: None, after=lambda optimizer, p: None
         for _, p in params:
             after(self, p)
 
-    return mock.patch.object(octavo.AdamW, "step", step)
+    return wrapped(octavo.AdamW, "step", step)
 
 
 def _memory_order(group, p):
@@ -203,18 +207,14 @@ def _one_beta(group, p):
     group["betas"] = group["betas"][0], group["betas"][0]
 
 
-@contextmanager
 def last_element_lost():
-    original = comm.all_gather
-
-    def all_gather(*args, **options):
+    def all_gather(original, *args, **options):
         y = original(*args, **options)
         if isinstance(y, torch.Tensor) and y.numel():
             y.view(-1)[-1] = 0
         return y
 
-    with mock.patch.object(comm, "all_gather", all_gather):
-        yield
+    return wrapped(comm, "all_gather", all_gather)
 
 
 def format_too_fine():
@@ -222,32 +222,24 @@ def format_too_fine():
     return mock.patch.object(importlib.import_module("octavo.kernels.adaptive.reference"), "FEW", 1)
 
 
-@contextmanager
 def expert_scale_skipped():
     """W of the first expert is read as if its scales were 1."""
-    products = importlib.import_module("octavo.nn.experts")
-    original = products.quantize_grouped
 
-    def quantized(g, offsets, dgrad, wgrad, w_scale, *rest):
+    def quantized(original, g, offsets, dgrad, wgrad, w_scale, *rest):
         if w_scale is not None:
             w_scale = w_scale.clone()
             w_scale[0] = 1.0
         return original(g, offsets, dgrad, wgrad, w_scale, *rest)
 
-    with mock.patch.object(products, "quantize_grouped", quantized):
-        yield
+    return wrapped(importlib.import_module("octavo.nn.experts"), "quantize_grouped", quantized)
 
 
-@contextmanager
 def summed_not_averaged():
-    original = Fp8ReduceScatter.__call__
-
-    def call(self, output_tensor, *args, **options):
+    def reduce(original, self, output_tensor, *args, **options):
         original(self, output_tensor, *args, **options)
         output_tensor *= 2
 
-    with mock.patch.object(Fp8ReduceScatter, "__call__", call):
-        yield
+    return wrapped(Fp8ReduceScatter, "__call__", reduce)
 
 
 def remainder_of_what_was_written():
