@@ -29,8 +29,7 @@ def check(case: Case) -> Outcome:
     model, exact = copy.deepcopy(plain), reference(copy.deepcopy(plain), case)
     expected = plain_run(plain, case, x, _run)
     _, gradients = exact_run(exact, case, x, _run)
-    if not convert(model, precision_of(case)):
-        return PASS
+    convert(model, precision_of(case))
     disabled = bool(case.get("disabled"))
     try:
         with outcome.around_octavo(model), octavo.disabled() if disabled else nullcontext():

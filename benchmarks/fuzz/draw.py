@@ -18,9 +18,10 @@ from benchmarks.fuzz.modules import Part
 from benchmarks.fuzz.optimizer import WRITES
 from benchmarks.fuzz.threads import CONTEXTS
 from benchmarks.fuzz.wrappers import EARLIER
+from octavo import numerics
 
-RECIPES = ("rowwise", "tensorwise", "rowwise_hp_wgrad", "blockwise", "mxfp8")
-LAYER_RECIPES = (*RECIPES, "rowwise_equalized")  # A model's layers have channel scales that its emulation does not know
+RECIPES = tuple(name for name, recipe in numerics.RECIPES.items() if not recipe.equalization)
+EQUALIZED = tuple(name for name in numerics.RECIPES if name not in RECIPES)  # An emulated model knows no channel scales
 SPECS = ("e4m3/1x128", "fp8/1x128", "e4m3/row", "e4m3/tensor", "e4m3/1x32", "e5m2/1x128", "e5m2/row")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all_single", "all_to_all", "isend")
 SIZES = (16, 1, 2, 7, 15, 17, 31, 32, 33, 64, 96, 100, 127, 128, 129, 200, 256, 300)
@@ -142,7 +143,7 @@ def _activations() -> SearchStrategy[Case]:
 
 def _linear() -> SearchStrategy[Case]:
     layer = _seeded(
-        form=("layer",), recipe=LAYER_RECIPES, dtype=DTYPE, rows=(*SIZES, 0, 3), inputs=SIZES, outputs=SIZES,
+        form=("layer",), recipe=(*RECIPES, *EQUALIZED), dtype=DTYPE, rows=(*SIZES, 0, 3), inputs=SIZES, outputs=SIZES,
         x=(None, None, "tiny", "large", "outliers", "zero_rows", "spread_rows"), siblings=_some(0.2, 2),
         g=(None, None, "tiny", "spread_rows", "zero_rows"), bias=_some(0.3, False), layout=_some(0.2, "transposed"),
         x_layout=_some(0.2, "transposed"), frozen=_some(0.15, "weight", "input"), keep_weights=_some(0.1, True),

@@ -3,6 +3,7 @@ max(amax / max, 2⁻¹²⁶) in float32, codes round(x · (1/s)) with the produc
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,16 +80,12 @@ def gradients(x_MK: Tensor, w_NK: Tensor, g_MN: Tensor, recipe: Recipe) -> tuple
     return dx, dw
 
 
-def emulated(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    y: Tensor = _Emulated.apply(x.flatten(0, -2), weight, bias, recipe)
-    return y.unflatten(0, x.shape[:-1])
-
-
 def emulate(model: nn.Module, names: set[str], recipe: Recipe) -> None:
     for name, fc in model.named_modules():
         if name in names:
-            fc.forward = _forward(fc, recipe)  # type: ignore[method-assign]
+            fc.forward = partial(_forward, fc, recipe)  # type: ignore[method-assign]
 
 
-def _forward(fc: nn.Module, recipe: Recipe) -> Any:
-    return lambda x: emulated(x, fc.weight, fc.bias, recipe)  # type: ignore[arg-type]
+def _forward(fc: Any, recipe: Recipe, x: Tensor) -> Tensor:
+    y: Tensor = _Emulated.apply(x.flatten(0, -2), fc.weight, fc.bias, recipe)
+    return y.unflatten(0, x.shape[:-1])

@@ -67,8 +67,7 @@ def check(case: Case) -> Outcome:
         model(x)
     except Exception as error:
         raise Invalid(f"the plain model cannot be run and pickled: {error}") from error
-    if not convert(model, precision_of(case)):
-        return PASS
+    convert(model, precision_of(case))
     with outcome.around_octavo(model):
         expected, copies = model(x).detach(), (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
         for how, twin in zip(("converted", "copied", "pickled"), (model, *copies), strict=True):

@@ -26,8 +26,7 @@ def check(case: Case) -> Outcome:
 def _model(case: Case) -> Outcome:
     model, x = build(case), inputs(case)
     emulation, recipe = copy.deepcopy(model), RECIPES[case.get("recipe", "rowwise")]
-    if not convert(model, octavo.Precision(recipe=recipe.name)):
-        return PASS
+    convert(model, octavo.Precision(recipe=recipe.name))
     emulate(emulation, {name for name, m in model.named_modules() if isinstance(m, octavo.nn.Linear)}, recipe)
     expected = plain_run(emulation, case, x)
     x_moved = (x * (1 + 2.0**-9 * torch.randn(x.shape))).to(x.dtype)

@@ -34,8 +34,6 @@ def transformers(family: str, *names: str) -> list[Any]:
 
 
 class Reversal(torch.autograd.Function):
-    """The identity, whose gradient changes its sign."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -190,9 +188,7 @@ def mlp(width: int, part: Part) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Multi-head attention with projections of the usual names; `shift` takes half of the channels from the token
-    before, `grouped` has two query heads for each of k and v.
-    """
+    """Attention with the usual names; `shift` takes half of the channels from the token before."""
 
     def __init__(self, width: int, part: Part) -> None:
         super().__init__()

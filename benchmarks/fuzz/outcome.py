@@ -67,6 +67,10 @@ class Invalid(Exception):
     """Plain PyTorch cannot run the case, or gives what is not finite."""
 
 
+class Passed(Exception):
+    """There is nothing to convert."""
+
+
 def around_octavo(model: nn.Module) -> AbstractContextManager[None]:
     """Surround each run of a converted model; tests put defects in its place."""
     return nullcontext()
@@ -78,10 +82,7 @@ def same(name: str, expected: Tensor, actual: Tensor) -> str | None:
 
 
 def with_noise(model: nn.Module, run: Callable[[], Result]) -> list[Result]:
-    """Results of a run for each draw of the noise: of one, or of several where a gradient has few numbers.
-
-    Hooks give the gradient of each module's output a relative error, and the input of each silu and gelu.
-    """
+    """Run with `NOISE` in gradients and in inputs of silu and gelu; several times where a gradient has few numbers."""
     generator = torch.Generator()
 
     def disturbed(grad: Any) -> Any:  # a second derivative is no tensor where it is zero

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.fuzz.build import Case
-from benchmarks.fuzz.outcome import Invalid, Outcome, fail, of_error
+from benchmarks.fuzz.outcome import PASS, Invalid, Outcome, Passed, fail, of_error
 from benchmarks.processes import Processes
 
 WORLD = 2
@@ -53,6 +53,8 @@ def _outcome(rank: int, folder: str, job: Job, case: Case, defects: list[Defect]
             for defect in defects:
                 stack.enter_context(defect())
             return job(case)
+    except Passed:
+        return PASS
     except Invalid as error:
         return Outcome("invalid", "", str(error))
     except Exception as error:

@@ -23,7 +23,7 @@ from hypothesis.errors import Flaky
 from benchmarks import command
 from benchmarks.fuzz.build import Case, build
 from benchmarks.fuzz.draw import KINDS, first
-from benchmarks.fuzz.outcome import Invalid, Outcome, of_error
+from benchmarks.fuzz.outcome import PASS, Invalid, Outcome, Passed, of_error
 
 SECONDS = 20.0  # Seconds of this process's CPU after which a case is cut; ranks have their own limit
 CORPUS = Path(__file__).parent / "corpus.json"
@@ -47,6 +47,8 @@ def check(case: Case, seconds: float = SECONDS) -> Outcome:
             warnings.simplefilter("ignore")
             outcome: Outcome = importlib.import_module(f"benchmarks.fuzz.{case['kind']}").check(case)
             return outcome
+    except Passed:
+        return PASS
     except Invalid as error:
         return Outcome("invalid", "", str(error))
     except _TimeLimit:
