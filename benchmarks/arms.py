@@ -127,17 +127,10 @@ def step(model: Callable[..., Tensor], parameters: Sequence[Tensor], x: Tensor, 
 
 def speedup(rows: Sequence[dict[str, Any]], row: dict[str, Any], **same: Any) -> dict[str, Any]:
     """Kernel and wall speed-up over the bf16 row of the same mode, or eager where bf16 was not compiled."""
-    ratios: dict[str, Any] = {}
-    for mode in (row.get("mode"), "eager"):
-        key = {**same, "arm": "bf16", "mode": mode}
-        base = next((r for r in rows if key.items() <= r.items() and "error" not in r), None)
-        if base is None:
-            continue
-        for field, name in (("kernel_ms", "speedup"), ("wall_ms", "wall_speedup")):
-            if row.get(field) and base.get(field):
-                ratios[name] = round(base[field] / row[field], 4)
-        break
-    return ratios
+    keys = ({**same, "arm": "bf16", "mode": mode} for mode in (row.get("mode"), "eager"))
+    bases = (next((r for r in rows if key.items() <= r.items() and "error" not in r), {}) for key in keys)
+    base, fields = next(filter(None, bases), {}), (("kernel_ms", "speedup"), ("wall_ms", "wall_speedup"))
+    return {name: round(base[field] / row[field], 4) for field, name in fields if row.get(field) and base.get(field)}
 
 
 def by_the_clock(session: Session, steps: int, runs: Sequence[Run]) -> Timing:

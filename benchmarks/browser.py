@@ -12,7 +12,6 @@ MILLISECONDS = 20_000  # Virtual time that the scripts of a page have
 
 
 def find() -> str | None:
-    """The path of an installed Chromium or Chrome; None without one."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 

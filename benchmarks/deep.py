@@ -13,15 +13,12 @@ from benchmarks.session import Row, Session, begin, parser
 from octavo.kernels.conformance import GPU, INTERPRETER, Check, checks, compare, unavailable_reason
 
 SAME = "as the reference"
-COMPILE_SHARE = 0.6
-"""Of `--minutes`, at most, for the pool. What it has not compiled by then is compiled where it is compared."""
+COMPILE_SHARE = 0.6  # Of `--minutes`, at most, for the pool; the rest is compiled where it is compared
 
 
 def families(selected: Sequence[Check]) -> dict[str, list[Check]]:
-    by_name: dict[str, list[Check]] = {}
-    for check in selected:
-        by_name.setdefault(f"{check.op} {check.case.partition(' ')[0]}", []).append(check)
-    return by_name
+    names = [f"{check.op} {check.case.partition(' ')[0]}" for check in selected]
+    return {each: [c for c, name in zip(selected, names, strict=True) if name == each] for each in names}
 
 
 def compile_case(index: int, only: str) -> None:

@@ -1,11 +1,12 @@
 """What a result file says about its machine, and how it is written: never half of one in the place of a whole one."""
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
 import re
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "octavo": octavo.__version__,
         "torch": torch.__version__,
-        **{name: _version(name) for name in PACKAGES},
+        **{name: version(name) if find_spec(name) else None for name in PACKAGES},
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
@@ -69,10 +70,3 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=1) + "\n")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -33,10 +33,6 @@ Plotly.toImage(figure, {{format: "svg", width: {width}, height: figure.layout.he
 </script>"""
 
 
-def figure(data: Sequence[dict[str, Any]], height: int, **settings: Any) -> Figure:
-    return {"data": list(data), "layout": layout(height, **{"showlegend": len(data) > 1, **settings})}
-
-
 def save(content: Figure, path: Path) -> None:
     """Replace an image in one step, or print why it stays as it is: no browser to draw it with."""
     if browser.find() is None:
@@ -118,8 +114,10 @@ def speedups(rows: Sequence[Row]) -> Figure:
         )  # fmt: skip
     line = {**REFERENCE, "yref": "paper", "x0": 1, "x1": 1, "y0": 0, "y1": 1}
     places = {"tickvals": list(range(len(names))), "ticktext": [plain(name) for name in names]}
-    return figure(
-        data, 150 + 42 * len(names), shapes=[line], margin={"l": 64, "r": 24, "t": 64, "b": 56, "pad": 4},
+    settings = layout(
+        150 + 42 * len(names), showlegend=len(data) > 1, shapes=[line],
+        margin={"l": 64, "r": 24, "t": 64, "b": 56, "pad": 4},
         xaxis=axis(title="speed-up over bf16 eager, kernel time, forward + backward", ticksuffix=" ×"),
         yaxis=axis(**places, range=[len(names) - 0.5, -0.5]),
     )  # fmt: skip
+    return {"data": data, "layout": settings}

@@ -34,11 +34,7 @@ PYTEST = (sys.executable, *"-m pytest tests/test_gpu.py -m gpu -v --color=no --t
           *"-o addopts= -o filterwarnings= -p no:cacheprovider".split())  # fmt: skip
 _HOW = "(PASSED|FAILED|ERROR|SKIPPED|XFAIL\\w*)"
 VERDICT = re.compile(rf"\[gw\d+\] \[ *\d+%\] {_HOW} (\S.*)|(tests/\S.*?) {_HOW}")  # With xdist, or without
-EXAMPLES = """gpu
-gpu --list --total 4
-gpu --total 4 --wheels wheels --caches caches --out results
-gpu --stages smoke,linear --minutes 4
-gpu --rehearse"""
+EXAMPLES = "gpu --list --total 4\ngpu --total 4 --wheels wheels --caches caches\ngpu --stages smoke,linear"
 ALL = "all"  # Name of a part with the rows that no other part of its stage names
 
 
@@ -102,13 +98,10 @@ def listing(parts: Iterable[Part], left: float) -> str:
 
 @dataclass
 class Outcome:
-    """What became of a stage: `done`, `time`, `crashed`, `hung`, `killed` (at its limit), `no gpu` or `interrupted`.
-
-    `failed` are rows with an error, `parts` those that ran to their end, `tail` the last output where it ended badly.
-    """
+    """What became of a stage; `failed` are rows with an error, `parts` those that ran to their end."""
 
     stage: str
-    ended: str = "done"
+    ended: str = "done"  # Or time, crashed, hung, killed (at its limit), no gpu, interrupted
     seconds: float = 0.0
     rows: int = 0
     failed: int = 0

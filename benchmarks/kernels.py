@@ -79,9 +79,9 @@ def fp8_product(a: Tensor, b: Tensor, *, fast_accum: bool) -> Run:
 # Quantizers
 
 
-def bytes_per_element(spec: QuantSpec, order: str, *, amax_is_known: bool = False) -> int:
+def bytes_per_element(spec: QuantSpec, order: str) -> int:
     two_passes = (FULL in spec.granularity and spec.granularity[1] != FULL) or spec.granularity == TENSOR
-    return 2 * (2 if two_passes and not amax_is_known else 1) + (2 if order == "both" else 1)
+    return 2 * (2 if two_passes else 1) + (2 if order == "both" else 1)
 
 
 def _matrix(session: Session, shape: tuple[int, int]) -> tuple[Tensor]:
@@ -103,7 +103,7 @@ def bandwidth(
 
 
 def quantizers(session: Session) -> None:
-    """Every spec in every memory order, with and without the maxima given, and every pair."""
+    """Every spec in every memory order, and every pair."""
     matrices = TINY if session.tiny else MATRICES
     others = [] if session.options.quick else [text for text in QUANTIZE.cases if text not in PER_ROW_FIRST]
     specs = [*PER_ROW_FIRST, *others]
@@ -116,16 +116,11 @@ def quantizers(session: Session) -> None:
         for text in specs:
             for order in ORDERS if index == 0 else ORDERS[:2]:
                 session.attempt({**same, "case": text, "arm": order}, _quantizer, session, shape, text, order)
-        for text in (text for text in specs if FULL in QuantSpec.parse(text).granularity):
-            identity = {**same, "case": f"{text}, amax given", "arm": "both"}
-            session.attempt(identity, _quantizer, session, shape, text, "both", amax_is_known=True)
 
 
-def _quantizer(session: Session, shape: tuple[int, int], text: str, order: Any, amax_is_known: bool = False) -> Row:
+def _quantizer(session: Session, shape: tuple[int, int], text: str, order: Any) -> Row:
     spec = QuantSpec.parse(text)
-    amax = torch.full(spec.granularity.scale_shape(shape), 6.0, device=session.device) if amax_is_known else None
-    per_element = bytes_per_element(spec, order, amax_is_known=amax_is_known)
-    return bandwidth(session, shape, per_element, lambda x: quantize(x, spec, order=order, amax=amax))
+    return bandwidth(session, shape, bytes_per_element(spec, order), lambda x: quantize(x, spec, order=order))
 
 
 def _pair(session: Session, shape: tuple[int, int], case: tuple[str, ...]) -> Row:
@@ -142,19 +137,16 @@ def _pair(session: Session, shape: tuple[int, int], case: tuple[str, ...]) -> Ro
 
 def products(session: Session) -> None:
     """bf16 and cuBLAS by tensor, then every case on every backend, at cubes and at the Llama shapes."""
-    if session.tiny:
-        for shape in shapes.SETS["tiny"][1 if session.options.quick else 0 :]:
-            for case in CASES:
-                _backends(session, shape, case)
-        return
     cubes, llama, names = shapes.SETS["cubes"][:3], shapes.SETS["llama"], list(CASES)
     order = [(shape, case) for shape in cubes for case in names[:4]]
-    if not session.options.quick:
+    if session.tiny:
+        order = [(shape, case) for shape in shapes.SETS["tiny"][session.options.quick :] for case in names]
+    elif not session.options.quick:
         order += [(shape, names[0]) for shape in llama] + [(cubes[1], case) for case in names[4:]]
         order += [(shape, case) for shape in llama[:4] for case in ("rowwise dgrad", "rowwise wgrad")]
     for shape, case in order:
         same: Row = {"stage": "product", "shape": shapes.label(shape), "case": "reference"}
-        for arm, fast in (("bf16", None), *REFERENCES.items()):
+        for arm, fast in (("bf16", None), *REFERENCES.items()) if session.gpu else ():
             session.attempt({**same, "arm": arm}, _reference, session, shape, fast)
         _backends(session, shape, case)
 

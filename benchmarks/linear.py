@@ -18,7 +18,7 @@ from benchmarks.timing import CpuClock, Run, sets
 from octavo.nn.equalized import equalized_layers, equalizer_of
 from octavo.planner.host_time import RATIOS
 
-CPU_SHAPE = (2048, 1024, 1024)
+CPU_SHAPE, CPU_ROUNDS = (2048, 1024, 1024), 15  # Of the rounds the best counts
 FIRST_ARMS = 3
 """Arms of `TARGET_ARMS`, the eager ones, that every other shape gets before any is compiled, which takes seconds."""
 
@@ -90,10 +90,10 @@ def products(session: Session, shape: Shape, *, fp8: bool = True) -> Row:
 
 
 def plan(options: Any, targets: tuple[Shape, ...]) -> list[tuple[Shape, Arm]]:
-    sizes = shapes.parse(options.shapes) if options.shapes else []
+    sizes = shapes.each_once(options.shapes)
     if options.quick:
         return [(shape, arm) for shape in sizes or targets for arm in TARGET_ARMS]
-    sizes = sizes or shapes.parse(["targets", "llama", "cubes", "small", "losing"])
+    sizes = sizes or shapes.each_once(shapes.SETS[name] for name in ("targets", "llama", "cubes", "small", "losing"))
     first = [shape for shape in targets if shape in sizes] or sizes[:1]
     rest = [shape for shape in sizes if shape not in first]
     return [
@@ -121,15 +121,15 @@ def on_gpu(session: Session) -> None:
     buffers.cache_clear()
 
 
-def on_cpu(session: Session, rounds: int) -> None:
-    for shape in shapes.parse(session.options.shapes) if session.options.shapes else [CPU_SHAPE]:
+def on_cpu(session: Session) -> None:
+    for shape in shapes.each_once(session.options.shapes) or [CPU_SHAPE]:
         arms = available([arm for arm in (*TARGET_ARMS, *MORE_ARMS) if arm.mode == "eager"])
         runs = {arm: runs_of(session, shape, arm)[1][0] for arm in arms}
         for run in runs.values():
             run()
         best = dict.fromkeys(runs, float("inf"))
         clock = CpuClock(rounds=1)
-        for _ in range(rounds):
+        for _ in range(CPU_ROUNDS):
             for arm, run in runs.items():
                 best[arm] = min(best[arm], clock.measure([run]).wall_ms or 0.0)
         for arm, ms in best.items():
@@ -141,15 +141,12 @@ def main(arguments: list[str]) -> None:
     options = parser(
         "linear", __doc__, "--shapes llama cubes --minutes 8", "--shapes 16384,4096,14336 --peers wheels/site"
     )
-    options.add_argument("--shapes", nargs="+", metavar="SET|M,K,N", help=shapes.DESCRIPTION)
-    options.add_argument("--rounds", type=int, default=15, help="on a CPU: rounds of which the best counts")
+    options.add_argument(
+        "--shapes", nargs="+", type=shapes.of, default=[], metavar="SET|M,K,N", help=shapes.DESCRIPTION
+    )
     session = begin(options, arguments, times_cpus=True)
-    try:
-        shapes.parse(session.options.shapes or [])
-    except ValueError as error:
-        options.error(str(error))
     if session.gpu or session.tiny:
         on_gpu(session)
     else:
-        on_cpu(session, session.options.rounds)
+        on_cpu(session)
     session.finish()

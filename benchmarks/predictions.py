@@ -91,10 +91,7 @@ def linears(sizes: list[tuple[int, int, int]], table: str) -> Predict:
 
 
 def block(side: int) -> Predict:
-    """Predict torchao's block, layer norm → linear → sigmoid, all sides equal: 20 bytes per element besides the linear.
-
-    It was timed by the clock, so the host time is a lower bound.
-    """
+    """Predict torchao's block, all sides equal: 20 bytes per element besides the linear, and the host's time."""
 
     def predict(gpu: Gpu) -> float:
         call = LinearCall(m=side, k=side, n=side)

@@ -50,10 +50,7 @@ class Processes:
     def collect(
         self, timeout: float, failed: Callable[[Any], bool] = lambda result: False
     ) -> tuple[dict[int, Any], dict[int, str]]:
-        """What the jobs returned, and what was raised, by number; ends all processes where one died or is silent.
-
-        The others get little time once one has raised something, or returned what counts as `failed`.
-        """
+        """Return results and errors of the jobs, by number; end all processes where one died or is silent."""
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         end = time.monotonic() + timeout

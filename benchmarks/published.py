@@ -56,11 +56,7 @@ class RandomCorpus:
 
 @dataclass(frozen=True)
 class Workload:
-    """One published measurement: the figure of each arm, of which Octavo has none, in `unit` (or `speedup` over bf16).
-
-    `make` makes the module, or the step, of an arm; without `dgrad` backward leaves out the gradient of the input;
-    `selective` checkpoints blocks, all products kept.
-    """
+    """A published figure of each arm, in `unit` (or `speedup` over bf16); Octavo has none."""
 
     name: str
     make: str
@@ -71,8 +67,8 @@ class Workload:
     note: str = ""
     unit: str = "ms"
     clock: str = "wall_ms"
-    dgrad: bool = True
-    selective: bool = False
+    dgrad: bool = True  # Whether backward computes the gradient of the input
+    selective: bool = False  # Blocks are checkpointed, all products kept
 
     def ratio(self, arm: str) -> float | None:
         figure, base = self.published.get(arm), self.published.get("bf16")
@@ -91,8 +87,6 @@ class Workload:
 _TE = "Transformer Engine, tutorial te_llama, one H100, batch 8 × 256"
 _TE_NOTE = "their layer also fuses norms and attention: FP8 alone gives {:.2f} ×"
 _AO = "torchao issue 2262, layer norm → linear → sigmoid, one H100"
-_NANO = "nanochat dev/LOG.md, 2026-02-02, H100"
-_COAT = "COAT, benchmark/benchmark_{}layer.py (batch 8 × 2048), which has no table; the figure is {}"
 _LLAMA_2 = Model(4096, 11008, 32, 32, 32, 32000, sequence=256, batch=8)
 _LLAMA_3 = Model(4096, 14336, 32, 32, 8, 128256, sequence=256, batch=8)
 
@@ -100,11 +94,13 @@ WORKLOADS = (
     Workload("te-llama-2-7b", "step", _LLAMA_2, "eager", {"bf16": 248, "te bf16": 185, "te fp8": 160}, _TE,
              _TE_NOTE.format(185 / 160)),
     Workload("nanochat-d26-mlp", "linear", Size(1664, 6656, 0, 0, 1, 65536), "compiled",
-             {"bf16": 4.79, "torchao rowwise": 4.55, "torchao tensorwise": 4.06}, _NANO,
+             {"bf16": 4.79, "torchao rowwise": 4.55, "torchao tensorwise": 4.06},
+             "nanochat dev/LOG.md, 2026-02-02, H100",
              "without dgrad: with it, their 2.79 ms of backward would exceed the card's peak", clock="kernel_ms",
              dgrad=False),
     Workload("coat-llama-2-7b", "layer", layer.LAYERS["llama-2-7b"], "eager", {"bf16": 1.0, "coat": 3.53 / 2.80},
-             _COAT.format("llama", "of training on 8 H100 (README)"), unit="speedup", clock="kernel_ms"),
+             "COAT, benchmark/benchmark_llamalayer.py (batch 8 × 2048); the figure is of training on 8 H100 (README)",
+             unit="speedup", clock="kernel_ms"),
     Workload("torchao-16384", "layer", layer.LAYERS["dim-16384"], "compiled",
              {"bf16": 34.18, "torchao tensorwise": 22.64}, _AO),
     Workload("torchtitan-llama-3-8b", "step", replace(_LLAMA_3, batch=1, sequence=8192), "compiled",

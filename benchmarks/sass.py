@@ -35,10 +35,7 @@ def variants(capability: int) -> tuple["Variant", ...]:
 
 
 def rows(capability: int, indices: list[int], jobs: int) -> list[dict[str, Any]]:
-    """Compile the variants with these indices for `sm_<capability>` in parallel and describe what came out.
-
-    What is compiled the same way for several cases is compiled once.
-    """
+    """Compile and describe variants for `sm_<capability>` in parallel; equal code of several cases once."""
     first: dict[str, int] = {}
     same = {i: first.setdefault(_identity(variants(capability)[i]), i) for i in indices}
     context = multiprocessing.get_context("spawn")
@@ -105,10 +102,7 @@ def describe(variant: "Variant", capability: int) -> dict[str, Any]:
 
 
 def step_of(code: Code) -> dict[str, Any] | None:
-    """The loop of a product on Hopper: instructions per 4 QGMMA, and how many groups of them each wait leaves pending.
-
-    0 is a wait for all: the matrix units rest until the next QGMMA.
-    """
+    """A product's loop on Hopper: instructions per 4 QGMMA, and how many groups each wait leaves pending."""
     products = sum(i.op == "QGMMA" for i in code.contraction)
     if not products:
         return None

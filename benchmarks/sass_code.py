@@ -83,11 +83,7 @@ class Code:
 
     @cached_property
     def contraction(self) -> tuple[Instruction, ...]:
-        """One step of a matrix product: the shortest loop that multiplies, without what a branch in it leaves out.
-
-        What is left out is the end of an output tile, where the loops over tiles and over the contraction are one. The
-        compiler turns such loops inside out, so the same step is found in several, with more or less around it.
-        """
+        """One step of a product: the shortest loop that multiplies, without a skipped end of an output tile."""
         steps = []
         for body in self.loops:
             multiplies = {i.address for i in body if MATRIX.match(i.op)}
@@ -99,12 +95,6 @@ class Code:
                     skipped |= span if span & stores and not span & multiplies else set()
             steps += [tuple(i for i in body if i.address not in skipped)] if multiplies else []
         return min(steps, key=len, default=())
-
-    @cached_property
-    def straight(self) -> tuple[Instruction, ...]:
-        """The fast path outside innermost loops."""
-        looped = {i.address for body in self.loops for i in body}
-        return tuple(i for i in self.hot if i.address not in looped)
 
     @cached_property
     def accesses(self) -> dict[str, int]:
@@ -124,17 +114,15 @@ class Code:
         return dict(sorted(Counter(name[0] for name in names if name).items()))
 
     def per_element(self, num_warps: int, tile: int, trips: int) -> dict[str, float]:
-        """Instructions of all lanes for an element of a tile, and bytes that it loads, stores, and asks for by 16.
-
-        Loop bodies count once per tile; what is outside, once per `trips` tiles where there are loops. Of a product a
-        step of the contraction counts once.
-        """
+        """Instructions of all lanes and bytes per element of a tile; what is outside loops counts once per `trips`."""
         if self.contraction:
             step = {i.address for i in self.contraction}
             rest = tuple(i for i in self.hot if i.address not in step)
             parts = [(self.contraction, 1.0), (rest, 1 / trips)]
         else:
-            parts = [(self.straight, 1 / (trips if self.loops else 1)), *((body, 1.0) for body in self.loops)]
+            looped = {i.address for body in self.loops for i in body}
+            straight = tuple(i for i in self.hot if i.address not in looped)
+            parts = [(straight, 1 / (trips if self.loops else 1)), *((body, 1.0) for body in self.loops)]
         total = dict.fromkeys(("instructions", "loaded", "stored", "wide"), 0.0)
         for body, weight in parts:
             share = 32 * weight * num_warps / tile

@@ -26,9 +26,7 @@ NOTHING_TIMED = "timed nothing: no GPU"
 FATAL = ("CUDA error", "device-side assert", "unspecified launch failure", "illegal memory access")
 """In an error's text: the CUDA context is lost, and nothing more can run in this process."""
 NO_GPU = 69  # Exit status of `--require-gpu` where no GPU works
-PRICES_S = {"compiled": 15.0}
-"""Guessed price of an attempt by its `mode`; `EAGER_S` for the rest. On an H100 they took 5 to 34 s and 0 to 5 s."""
-EAGER_S = 2.0
+COMPILED_S, EAGER_S = 15.0, 2.0  # Guessed prices of an attempt. On an H100 they took 5 to 34 s and 0 to 5 s
 OVERRUN, LEAST_LIMIT_S = 3.0, 30.0
 """The GPU runner cuts an attempt at this multiple of a price that is no guess, and never before so many seconds."""
 ERROR_LINES = 12  # Last lines of a traceback, in a row
@@ -61,11 +59,7 @@ def part_of(row: Row) -> str:
 
 @dataclass(eq=False)
 class Session:
-    """One run of one benchmark.
-
-    `facts` go into the result file beside rows and environment. `path` is complete after every row; `kept`
-    (benchmarks/results; None in a rehearsal) is replaced at the end. `only` (all if empty) and `without` name parts.
-    """
+    """One run of one benchmark: `path` is complete after every row, `kept` is replaced at the end."""
 
     name: str
     device: torch.device
@@ -101,13 +95,10 @@ class Session:
         for row in self._earlier:
             if identity.items() <= row.items() and "took_s" in row:
                 return row["took_s"], {"limit_s": max(LEAST_LIMIT_S, OVERRUN * row["took_s"])}
-        return PRICES_S.get(identity.get("mode", ""), EAGER_S), {}
+        return COMPILED_S if identity.get("mode") == "compiled" else EAGER_S, {}
 
     def attempt(self, identity: Row, measure: Callable[..., Row | None], *arguments: Any, **options: Any) -> Row | None:
-        """Return the row of `identity`, which is there or made by `measure(*arguments, **options)`, also by its error.
-
-        None where it is of another part or costs more than the time left. A lost GPU ends the process.
-        """
+        """Return the row of `identity`, known or measured, also by its error; None for other parts or without time."""
         if (known := self.find(**identity)) is not None:
             return known
         if (self.only and part_of(identity) not in self.only) or part_of(identity) in self.without:

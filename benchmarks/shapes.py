@@ -1,5 +1,8 @@
 """The shapes that are measured, as named sets of (M, K, N): tokens, in_features, out_features."""
 
+from argparse import ArgumentTypeError
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 Shape = tuple[int, int, int]
@@ -37,18 +40,18 @@ DESCRIPTION = (
 )
 
 
-def parse(texts: list[str]) -> list[Shape]:
-    """Shapes of a command line, each once, in order. Raises ValueError that says what can be given."""
-    parsed: dict[Shape, None] = {}
-    for text in texts:
-        if text in SETS:
-            parsed |= dict.fromkeys(SETS[text])
-            continue
-        sizes = text.split(",")
-        if len(sizes) != 3 or not all(size.isdigit() for size in sizes):
-            raise ValueError(f"{text!r} is neither a named set ({', '.join(SETS)}) nor a shape M,K,N")
-        parsed[int(sizes[0]), int(sizes[1]), int(sizes[2])] = None
-    return list(parsed)
+def of(text: str) -> tuple[Shape, ...]:
+    """The shapes that a word of a command line names."""
+    sizes = text.split(",")
+    if text in SETS:
+        return SETS[text]
+    if len(sizes) != 3 or not all(size.isdigit() for size in sizes):
+        raise ArgumentTypeError(f"{text!r} is neither a named set ({', '.join(SETS)}) nor a shape M,K,N")
+    return ((int(sizes[0]), int(sizes[1]), int(sizes[2])),)
+
+
+def each_once(sets: Iterable[Iterable[Shape]]) -> list[Shape]:
+    return list(dict.fromkeys(chain.from_iterable(sets)))
 
 
 def label(shape: Shape) -> str:

@@ -20,11 +20,7 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call, medians; None where nothing was timed.
-
-    `spread` is the width of the middle half of the kernel times over their median. `method` is "graph", "events…" with
-    what kept it from being captured, "wall", or "none" for a rehearsal.
-    """
+    """Median milliseconds of one call, None if not timed; `spread` of the middle half over the median; `method`."""
 
     kernel_ms: float | None
     wall_ms: float | None
@@ -75,14 +71,13 @@ class CpuClock(Rehearsal):
 
 
 class GpuClock:
-    """CUDA graphs, events and the wall clock; `cuda` is `torch.cuda`, or what stands in for it in a test."""
+    """CUDA graphs, events and the wall clock."""
 
     timed = True
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self.cuda = cuda
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.l2_bytes = float(cuda.get_device_properties(device).L2_cache_size)
+        self.l2_bytes = float(torch.cuda.get_device_properties(device).L2_cache_size)
 
     def measure(self, runs: Sequence[Run], *, wall: bool = True) -> Timing:
         """Kernel and wall time of one run, the mean over `runs` and the median over repetitions."""
@@ -91,22 +86,22 @@ class GpuClock:
             for run in runs:
                 run()
 
-        stream = self.cuda.Stream(self.device)
-        stream.wait_stream(self.cuda.current_stream(self.device))
-        with self.cuda.stream(stream):  # compiles, fills caches, probes backends: nothing of it may fall into a capture
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):  # compiles and probes backends, which must not fall into a capture
             call()
             call()
-        self.cuda.current_stream(self.device).wait_stream(stream)
-        self.cuda.synchronize(self.device)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.synchronize(self.device)
         try:
-            graph, method = self.cuda.CUDAGraph(), "graph"
-            with self.cuda.graph(graph):
+            graph, method = torch.cuda.CUDAGraph(), "graph"
+            with torch.cuda.graph(graph):
                 call()
-            self.cuda.synchronize(self.device)
+            torch.cuda.synchronize(self.device)
             samples = self._timed(graph.replay, len(runs))
             graph.reset()
         except Exception as error:  # what synchronizes cannot be captured; timing it is still worth while
-            self.cuda.synchronize(self.device)
+            torch.cuda.synchronize(self.device)
             samples = self._timed(call, len(runs), asleep=True)
             method = f"events, after {type(error).__name__} in capture"
         kernel = statistics.median(samples)
@@ -116,19 +111,19 @@ class GpuClock:
 
     def peak_mib(self, run: Run) -> float:
         """Most memory allocated during a run, beyond what was there before it, in MiB."""
-        self.cuda.synchronize(self.device)
-        self.cuda.empty_cache()
-        before = self.cuda.memory_allocated(self.device)
-        self.cuda.reset_peak_memory_stats(self.device)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
         run()
-        self.cuda.synchronize(self.device)
-        return (self.cuda.max_memory_allocated(self.device) - before) / 2**20
+        torch.cuda.synchronize(self.device)
+        return (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
 
     def host_ms(self, run: Run) -> float:
         """Time that a call takes the host: of so few calls that the GPU's queue, empty before, holds all launches."""
         samples = []
         for _ in range(9):
-            self.cuda.synchronize(self.device)
+            torch.cuda.synchronize(self.device)
             start = time.perf_counter()
             for _ in range(5):
                 run()
@@ -138,9 +133,9 @@ class GpuClock:
     def _timed(self, call: Run, count: int, *, asleep: bool = False) -> list[float]:
 
         def once() -> float:
-            start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if asleep:
-                self.cuda._sleep(20_000_000)  # cycles: about 10 ms, for the launches to queue up behind
+                torch.cuda._sleep(20_000_000)  # cycles: about 10 ms, for the launches to queue up behind
             start.record()
             call()
             end.record()
@@ -154,12 +149,12 @@ class GpuClock:
         rounds = int(min(max(ENOUGH_MS / 3 / max(kernel_ms * len(runs), 1e-3), 1), 20))
         samples = []
         for _ in range(3):
-            self.cuda.synchronize(self.device)
+            torch.cuda.synchronize(self.device)
             start = time.perf_counter()
             for _ in range(rounds):
                 for run in runs:
                     run()
-            self.cuda.synchronize(self.device)
+            torch.cuda.synchronize(self.device)
             samples.append(1e3 * (time.perf_counter() - start) / (rounds * len(runs)))
         return statistics.median(samples)
 

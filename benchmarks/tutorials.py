@@ -92,18 +92,15 @@ def main(arguments: list[str]) -> None:
     names = sorted(path.stem for path in PAGES.glob("*.md"))
     parser = command("tutorials", __doc__)
     parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"default: all of {', '.join(names)}")
-    parser.add_argument("--keep", action="store_true", help="keep the folder of each page, and print its path")
     options = parser.parse_args(arguments)
     if unknown := set(options.pages) - set(names):
         parser.error(f"no page {', '.join(sorted(unknown))} in docs/tutorials; there are {', '.join(names)}")
     for name in options.pages or names:
-        folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-        try:
+        with tempfile.TemporaryDirectory(prefix=f"{name}-") as scratch:
+            folder = Path(scratch)
             run(PAGES / f"{name}.md", folder)
             for picture in (picture for picture in PICTURES if picture.page == name):
                 if browser.find() is None:
                     print(f"{picture.name}.png is not drawn: no Chromium is installed: {browser.INSTALL}")
                 else:
                     draw(picture, folder)
-        finally:
-            print(folder) if options.keep else shutil.rmtree(folder)

@@ -1,5 +1,6 @@
 """The benchmark suite without a GPU: its shapes, its recovery, rehearsals of its stages."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -20,10 +21,11 @@ def linears(tmp_path):
 
 
 def test_shapes_are_sets_or_sizes():
-    assert shapes.parse(["targets", "16384,4096,14336", "1,2,3"]) == [*shapes.TARGETS, (1, 2, 3)]
+    words = ("targets", "16384,4096,14336", "1,2,3")
+    assert shapes.each_once(map(shapes.of, words)) == [*shapes.TARGETS, (1, 2, 3)]
     for wrong in ("cube", "1,2", "1,2,x"):
-        with pytest.raises(ValueError, match="neither a named set"):
-            shapes.parse([wrong])
+        with pytest.raises(argparse.ArgumentTypeError, match="neither a named set"):
+            shapes.of(wrong)
 
 
 def test_a_failing_row_is_kept_and_the_next_runs(linears):

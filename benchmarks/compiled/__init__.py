@@ -2,6 +2,7 @@
 pretended H100 go through Dynamo, AOTAutograd and Inductor, whose code is kept and not run.
 """
 
+import json
 import re
 import sys
 import warnings
@@ -13,27 +14,26 @@ from benchmarks import command
 from benchmarks.compilers import CannotPretend
 
 if TYPE_CHECKING:
-    from benchmarks.compiled.pretend import Graph, Graphs
+    from benchmarks.compiled.pretend import Graph
 
 Row = dict[str, Any]
-COLUMNS = ("", "kernels", "of them generated", "opaque", "GB moved", "saved, bytes per token")
 
 
-def measure(graphs: "Graphs", arm: str) -> Row:
+def measure(graphs: "list[Graph]", arm: str) -> Row:
     import torch
 
     from benchmarks.compiled import block
     from octavo.runtime.torch_compat import FakeTensorMode
 
     torch._dynamo.reset()
-    graphs.take()
+    graphs.clear()
     with FakeTensorMode():
         like = {"dtype": torch.bfloat16, "device": "cuda"}
         x = torch.empty(1, block.TOKENS, block.WIDTH, requires_grad=True, **like)
         angles = torch.empty(block.TOKENS, block.WIDTH // block.HEADS, **like)
         y = torch.compile(block.built(arm), fullgraph=True, dynamic=False)(x, angles, angles)
         y.backward(torch.empty_like(y))
-    forward, backward = graphs.take()
+    forward, backward = graphs
     result, *saved = forward.lowered.module.graph.output_node().args[0]
     kept = {node for node in saved if node is not None and node.op != "placeholder" and node is not result}
     values = [node.meta["val"] for node in kept]
@@ -55,12 +55,6 @@ def counts(graph: "Graph") -> Row:
         "opaque": dict(Counter(op for op in ops if op.startswith("octavo."))),
         "gigabytes": round(graph.bytes / 1e9, 3),
     }
-
-
-def cells(row: Row) -> tuple[Any, ...]:
-    pairs = [f"{row['forward'][key]:{form}} + {row['backward'][key]:{form}}"
-             for key, form in (("generated", ""), ("gigabytes", ".2f"))]  # fmt: skip
-    return row["kernels"], pairs[0], row["opaque"], pairs[1], f"{row['kept_bytes_per_token']:,}"
 
 
 def main(arguments: list[str]) -> None:
@@ -85,11 +79,9 @@ def main(arguments: list[str]) -> None:
         parser.error(f"no arm is called {', '.join(sorted(unknown))}; there are {', '.join(block.ARMS)}")
     # Once a model of a process stores activations, graphs of all models look for inputs to recompute.
     arms = sorted(options.only or block.ARMS, key=lambda arm: arm.startswith("stored"))
-    form = "{:<26}{:>8}{:>18}{:>8}{:>18}{:>24}"
-    print(form.format(*COLUMNS))
     rows: list[Row] = []
     for arm in arms:
         rows.append(measure(graphs, arm))
-        print(form.format(arm, *cells(rows[-1])), flush=True)
+        print(json.dumps(rows[-1]), flush=True)
     if options.json:
         write_json(options.json, {"environment": environment(torch.device("cpu")), "rows": rows})

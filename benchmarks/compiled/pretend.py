@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,15 +38,6 @@ class Graph:
     bytes: int
 
 
-@dataclass
-class Graphs:
-    graphs: list[Graph] = field(default_factory=list)
-
-    def take(self) -> list[Graph]:
-        taken, self.graphs = self.graphs, []
-        return taken
-
-
 def missing() -> str | None:
     if find_compiler() is None:
         return "it needs a C++ compiler: install g++ or clang, or set CXX to one"
@@ -57,8 +48,8 @@ def missing() -> str | None:
     return None
 
 
-def install() -> Graphs:
-    """Pretend a GPU from now on; raises CannotPretend if something is missing, or the stub does not compile."""
+def install() -> list[Graph]:
+    """Pretend a GPU, to whose list compiled graphs are added; raises CannotPretend without a compiler."""
     if (reason := missing()) is not None:
         raise CannotPretend(reason)
     assert "torch" not in sys.modules, "the device must be there before torch is imported"
@@ -71,11 +62,17 @@ def install() -> Graphs:
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     _answer_for_torch()
-    _answer_for_triton()
     import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
 
     from benchmarks.host.stub import choose_as_an_h100
 
+    driver = SimpleNamespace(
+        get_current_target=_always(GPUTarget("cuda", 90, 32)), get_current_device=_always(0),
+        get_active_torch_device=_always(torch.device("cuda", 0)), get_device_interface=_always(torch.cuda),
+    )  # fmt: skip
+    triton.runtime.driver.set_active(driver)
     choose_as_an_h100(torch.device("cuda"), torch.device("cuda", 0))
     return _keep_code()
 
@@ -124,37 +121,25 @@ def _answer_for_torch() -> None:
     torch._inductor.config.force_disable_caches = True
 
 
-def _answer_for_triton() -> None:
-    import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    driver = SimpleNamespace(
-        get_current_target=_always(GPUTarget("cuda", 90, 32)), get_current_device=_always(0),
-        get_active_torch_device=_always(torch.device("cuda", 0)), get_device_interface=_always(torch.cuda),
-    )  # fmt: skip
-    triton.runtime.driver.set_active(driver)
-
-
-def _keep_code() -> Graphs:
+def _keep_code() -> list[Graph]:
     import torch
     from torch._inductor.graph import GraphLowering
 
-    graphs = Graphs()
+    graphs: list[Graph] = []
 
     def compile_to_module(lowered: Any) -> Any:
         code = lowered.codegen()[0].value
-        graphs.graphs.append(Graph(lowered, code, lowered.count_bytes()[0]))
+        graphs.append(Graph(lowered, code, lowered.count_bytes()[0]))
         outputs = [node and node.meta["val"] for node in lowered.module.graph.output_node().args[0]]
 
         def call(arguments: list[Any]) -> list[Any]:
             arguments.clear()
-            return [like(output) if isinstance(output, torch.Tensor) else output for output in outputs]
+            return [
+                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+                if isinstance(x, torch.Tensor) else x for x in outputs
+            ]  # fmt: skip
 
         return SimpleNamespace(call=call, __file__=__file__, key="", cache_key="", cache_linemap=None)
-
-    def like(x: Any) -> Any:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
     GraphLowering.compile_to_module = compile_to_module
     return graphs

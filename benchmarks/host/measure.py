@@ -165,22 +165,19 @@ def counts(stub: Stub, name: str, make: Callable[[], nn.Module]) -> Row:
     _, empty = steps(nn.Identity())
     for _ in range(24):  # an equalized layer measures in passes 0, 1, 2, 4, 8, 16 and 32; see also Readers.unread
         both()
-    before, products = stub.launches, stub.products
+    before = stub.launches
     both()
-    launches, products = stub.launches - before, stub.products - products
+    launches = stub.launches - before
     dispatches, kernels = _dispatches(both)
     base, _ = _dispatches(empty)
     return {
-        "name": name, "launches": launches, "kernels": launches + kernels, "products": products,
+        "name": name, "launches": launches, "kernels": launches + kernels,
         "dispatches": dispatches - base, "python_calls": _python_calls(both) - _python_calls(empty),
     }  # fmt: skip
 
 
 def _dispatches(step: Step) -> tuple[int, int]:
-    """Count the operations that PyTorch dispatches, and the kernels that they would start on a GPU.
-
-    The profiler counts: a dispatch mode would switch off what it is to count.
-    """
+    """Count dispatched operations and the kernels that they would start, by the profiler: a mode would change them."""
     with torch.autograd.profiler.profile() as profile:
         step()
     events = [event for event in profile.function_events or () if "::" in event.name and "autograd" not in event.name]

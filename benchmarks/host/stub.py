@@ -51,10 +51,6 @@ class Stub:
         self._records = (Record * 1024).in_dll(library, "stub_record")
 
     @property
-    def products(self) -> int:
-        return _products
-
-    @property
     def launches(self) -> int:
         return self._launches.value
 
@@ -93,7 +89,12 @@ def install() -> Stub:
     # Whatever asks for libcuda.so.1 from now on gets this one.
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     _activate()
-    _pretend()
+    from octavo.kernels import registry
+
+    registry.GPU_TYPES.add("cpu")
+    choose_as_an_h100(torch.device("cpu"))
+    torch._scaled_mm = F.scaled_mm = torch._scaled_mm_v2 = _product
+    torch._scaled_grouped_mm = _grouped_product
     return Stub(loaded)
 
 
@@ -130,16 +131,6 @@ def choose_as_an_h100(*devices: torch.device) -> None:
     torch_scaled._SUPPORTED = AllSupported()
 
 
-def _pretend() -> None:
-    from octavo.kernels import registry
-
-    registry.GPU_TYPES.add("cpu")
-    choose_as_an_h100(torch.device("cpu"))
-    torch._scaled_mm = _product
-    torch._scaled_grouped_mm = _grouped_product
-    F.scaled_mm = torch._scaled_mm_v2 = _product
-
-
 class AllSupported(dict[Any, bool]):
     """Results of probes, all of them good."""
 
@@ -147,13 +138,8 @@ class AllSupported(dict[Any, bool]):
         return True
 
 
-_products = 0
-
-
 def _product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> Tensor:
     """A bf16 product of the same sizes, in place of an FP8 one; of large ones a corner, and the result as allocated."""
-    global _products
-    _products += 1
     operands = _OPERANDS.get((a.shape, b.shape))
     if operands is None:
         shapes = ([min(size, LARGEST) for size in x.shape] for x in (a, b))
