@@ -9,6 +9,7 @@ from octavo.kernels.adamw import ADAMW, HyperParams, ParamState, exact_values, s
 from octavo.optim.states import master_values
 from tensors import ADAMW_BACKENDS
 
+STILL = HyperParams(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=3)
 MASK = torch.arange(256).remainder(3) > 0
 WRITES = {
     "pruning mask": lambda p: p.mul_(MASK.to(p.dtype)),
@@ -74,8 +75,7 @@ def test_backends_take_a_stale_master_for_what_was_written(backend, dtype):
     state = ParamState(
         param=half.clone(), grad=zeros.clone(), moments=((zeros.clone(),), (zeros.clone(),)), master=values.clone(),
     )  # fmt: skip
-    still = HyperParams(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=3)
-    ADAMW.backends[backend].run([(state, still)])
+    ADAMW.backends[backend].run([(state, STILL)])
     expected = torch.where(stale, half.float(), values)
     torch.testing.assert_close(state.master, expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(state.param, half, rtol=0, atol=0, equal_nan=True)
@@ -91,9 +91,7 @@ def test_a_remainder_beside_a_written_zero_is_ignored(backend):
             param=torch.full((4, 256), value, dtype=torch.bfloat16), grad=zeros.clone(),
             moments=((zeros.clone(),), (zeros.clone(),)), remainder=remainder.clone(),
         )  # fmt: skip
-        ADAMW.backends[backend].run(
-            [(state, HyperParams(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=3))]
-        )
+        ADAMW.backends[backend].run([(state, STILL)])
         assert not state.param.isnan().any()
         exact = exact_values(state.param, state.remainder, None)
         assert exact.abs().amax() < 1e-40 if value == 0 else torch.equal(exact, torch.full_like(exact, value))
