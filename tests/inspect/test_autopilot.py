@@ -7,22 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo.inspect import Autopilot, OperandStats
 from octavo.nn.convert import change_recipe
 from octavo.parallel import parallelize
+from support.llamas import small_llama
 
 DOWN, UP = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj"
 
 
 def llama(recipe="tensorwise"):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2, vocab_size=67
-    )
-    return octavo.convert(LlamaForCausalLM(config), recipe, verbose=False)
+    model = small_llama(intermediate_size=256, num_hidden_layers=1)
+    return octavo.convert(model, recipe, verbose=False)
 
 
 def row(layer=DOWN, operand="x", recipe="tensorwise", **changes):
@@ -34,7 +31,7 @@ def row(layer=DOWN, operand="x", recipe="tensorwise", **changes):
 
 
 def step(model, rank=0):
-    tokens = (torch.arange(34).view(2, 17) + 3 * rank) % 67
+    tokens = (torch.arange(34).view(2, 17) + 3 * rank) % 64
     loss = model(input_ids=tokens[:, :-1], labels=tokens[:, 1:]).loss
     loss.backward()
     return loss.detach()
@@ -121,9 +118,7 @@ def test_a_layer_that_cannot_be_moved_stays_with_a_warning():
         assert not suspected(pilot, row(underflow=0.9), tensorwise=0.5)
     assert not pilot.should_repeat and not pilot.changes and recipes(model)[DOWN] == "tensorwise"
     step(model)
-    assert (
-        not pilot.act([row(step=8, underflow=0.9)], {}) and not pilot.should_repeat
-    )  # nothing can be done: no step again
+    assert not pilot.act([row(step=8, underflow=0.9)], {}) and not pilot.should_repeat  # nothing can be done
     state = pilot.state_dict()
     del down.forward
     assert suspected(pilot, row(step=9, underflow=0.9), tensorwise=0.5) and recipes(model)[DOWN] is None
@@ -147,9 +142,7 @@ def test_one_batch_moves_no_layer_for_good():
     model = llama()
     pilot = Autopilot(model)
     suspected(pilot, row(underflow=0.9), tensorwise=0.5, rowwise=0.1)
-    assert (
-        not pilot.act([row(recipe="rowwise")], {DOWN: {"rowwise": 0.1}}) and not pilot.should_repeat
-    )  # the step once more
+    assert not pilot.act([row(recipe="rowwise")], {DOWN: {"rowwise": 0.1}}) and not pilot.should_repeat  # once more
     assert pilot.needs_sample and pilot.measures == {DOWN: [octavo.numerics.recipe.TENSORWISE]}
     (move,) = pilot.act([row(recipe="rowwise", step=8)], {DOWN: {"tensorwise": 0.1}})
     assert str(move).endswith("rowwise → tensorwise (the next batch is not harmed, product error 0.1)") and move.back

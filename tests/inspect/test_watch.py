@@ -266,34 +266,23 @@ def test_mistakes():
         Watch(MLP(), what_if="blockwise")
 
 
-class TestCompiled:
-    @pytest.fixture(autouse=True)
-    def _fresh(self):
-        torch._dynamo.reset()
-        yield
-        torch._dynamo.reset()
+def test_compiled_models_have_hooks_and_are_not_compiled_again():
+    from torch._dynamo.testing import CompileCounter
 
-    def test_hooks_are_seen_and_nothing_is_compiled_again(self):
-        from torch._dynamo.testing import CompileCounter
-
-        counter = CompileCounter()
-        model = octavo.convert(MLP(), verbose=False)
-        model.compile(backend=counter, fullgraph=True)
-        watch = Watch(model, every=3)
-        x = torch.randn(8, 64)
-        counts, results = [], []
-        for _ in range(7):
-            model.zero_grad()
-            with watch.step():
-                y = model(x)
-                y.sum().backward()
-            counts.append(counter.frame_count)
-            results.append((y.detach(), gradients(model)))
-            assert bool(watch.rows) == (watch.number % 3 == 0)
-        assert counts == [1] * 7
-        for y, actual in results:
-            assert torch.equal(y, results[0][0])
-            assert_same(results[0][1], actual)
+    torch._dynamo.reset()
+    counter, model, results = CompileCounter(), octavo.convert(MLP(), verbose=False), []
+    model.compile(backend=counter, fullgraph=True)
+    watch, x = Watch(model, every=3), torch.randn(8, 64)
+    for _ in range(7):
+        model.zero_grad()
+        with watch.step():
+            y = model(x)
+            y.sum().backward()
+        results.append((y.detach(), gradients(model)))
+        assert bool(watch.rows) == (watch.number % 3 == 0) and counter.frame_count == 1
+    for y, actual in results:
+        assert torch.equal(y, results[0][0])
+        assert_same(results[0][1], actual)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from training import full, full_bytes, make, steps_of
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from training import full, full_bytes, make, steps_of, tensor_parallel
 
 import octavo
 from octavo.nn import equalized
@@ -22,25 +22,10 @@ pytestmark = pytest.mark.dist
 
 
 def tp_job(sequence, recipe, steps):
-    model = make(recipe)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    for block in model.blocks:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        if sequence:
-            plan = {
-                "norm": SequenceParallel(),
-                "up": ColwiseParallel(input_layouts=Shard(1)),
-                "down": RowwiseParallel(output_layouts=Shard(1)),
-            }
-        parallelize_module(block, mesh, plan)
-    if sequence:
-        ends = {
-            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        }
-        parallelize_module(model, mesh, ends)
-    return steps_of(model, steps)
+    places = Shard(1) if sequence else Replicate()
+    plan = {"up": ColwiseParallel(input_layouts=places), "down": RowwiseParallel(output_layouts=places)}
+    return steps_of(tensor_parallel(make(recipe), mesh, plan, sequence), steps)
 
 
 @pytest.mark.thorough
@@ -155,9 +140,8 @@ def test_adamw_sums_partial_gradients(gloo):
 def test_shards_within_groups_are_refused():
     mesh = init_device_mesh("cpu", (2,))
     weight = nn.Parameter(distribute_tensor(torch.randn(64, 192), mesh, [Shard(1)]))
-    with pytest.raises(
-        ValueError, match=r"scales for 128 columns, and shards of a parameter \[64, 192\] .* use states='fp32'"
-    ):
+    message = r"scales for 128 columns, and shards of a parameter \[64, 192\] .* use states='fp32'"
+    with pytest.raises(ValueError, match=message):
         octavo.AdamW([weight], lr=1e-3)
 
 
@@ -195,15 +179,11 @@ def test_every_placement_computes_the_same(gloo):
     """Y and ∂W of a weight with whole rows are bitwise those of one process; sizes that two ranks do not divide."""
     places = (Shard(0), Shard(1), Replicate()), (Replicate(), Shard(0), Shard(1), Shard(2))
     cases = list(itertools.product(*places, (False, True), ((8, 64, 48), (5, 33, 7))))
-    for case, (y, dx, dw, *db) in zip(cases, gloo.run(placements_job, 2, cases)[0], strict=True):
-        assert min(y, dx, dw, *db) > 24, case
-        assert case[0] != Shard(0) or y == dw == float("inf"), case
-
-
-def test_a_whole_bias_gets_its_whole_gradient(gloo):
-    cases = [(w, Shard(1), True, (5, 33, 7), True) for w in (Shard(0), Shard(1), Replicate())]
+    cases += [(w, Shard(1), True, (5, 33, 7), True) for w in places[0]]  # a bias that is no DTensor: on every rank
     for results in gloo.run(placements_job, 2, cases):
-        assert min(map(min, results)) > 24
+        for case, (y, dx, dw, *db) in zip(cases, results, strict=True):
+            assert min(y, dx, dw, *db) > 24, case
+            assert case[0] != Shard(0) or y == dw == float("inf"), case
 
 
 @on_ranks(2)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from training import batch, full, make, steps_of
+from training import batch, full, make, steps_of, tensor_parallel
 
 import octavo
 from collective_recorder import CollectiveRecorder
@@ -23,6 +23,7 @@ from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 INFINITE = float("inf")
+COLUMN, ROW = Fp8ColwiseParallel, Fp8RowwiseParallel
 
 
 def tp_mesh():
@@ -168,10 +169,7 @@ def equalized_job(fsdp):
     """Losses of an equalized model that took steps under tensor parallelism before it is sharded."""
     model = make("rowwise_equalized", hidden=256)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    options = {"sequence_dim": None}
-    for block in model.blocks:
-        plan = {"up": Fp8ColwiseParallel(**options), "down": Fp8RowwiseParallel(**options)}
-        parallelize_module(block, mesh["tp"], plan)
+    tensor_parallel(model, mesh["tp"], {"up": COLUMN(sequence_dim=None), "down": ROW(sequence_dim=None)}, False)
     steps_of(model, 2)
     model = parallelize(model, mesh["dp_shard"], fp8_comm=fsdp)
     return steps_of(model, 4, data=(mesh["dp_shard"].get_local_rank(), 2))[0]
@@ -193,16 +191,7 @@ def distributed(sequence=True, fsdp=None, **options):
     model, world = make("rowwise", hidden=256), dist.get_world_size()
     mesh = tp_mesh() if fsdp is None else init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp_shard", "tp"))
     options["sequence_dim"] = -2 if sequence else None
-    for block in model.blocks:
-        plan = {"up": Fp8ColwiseParallel(**options), "down": Fp8RowwiseParallel(**options)}
-        parallelize_module(block, mesh["tp"], {**plan, "norm": SequenceParallel()} if sequence else plan)
-    if sequence:
-        ends = {
-            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate(), use_local_output=False),
-        }
-        parallelize_module(model, mesh["tp"], ends)
+    tensor_parallel(model, mesh["tp"], {"up": COLUMN(**options), "down": ROW(**options)}, sequence)
     if fsdp is None:
         return model, (0, 1)
     return parallelize(model, mesh["dp_shard"], fp8_comm=fsdp), (mesh["dp_shard"].get_local_rank(), world // 2)
@@ -316,7 +305,6 @@ def test_copies_without_shards_are_refused_over_tensor_parallelism():
         parallelize(model, mesh["dp_replicate"])
 
 
-COLUMN, ROW = Fp8ColwiseParallel, Fp8RowwiseParallel
 REFUSED = [
     ("recipe 'tensorwise' has one scale per tensor", lambda rank: (linears("tensorwise")[0], COLUMN())),
     ("heads = 3 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks",

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import octavo
@@ -128,6 +129,17 @@ def steps_of(model, steps, make_optimizer=None, data=(0, 1), each_step=lambda: N
         each_step()
         optimizer.step()
     return losses, {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def tensor_parallel(model, mesh, plan, sequence):
+    """Distribute the blocks by a plan; with `sequence`, each rank has a part of the tokens between them."""
+    ends = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate(), use_local_output=False),
+    }  # fmt: skip
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan | ({"norm": SequenceParallel()} if sequence else {}))
+    return parallelize_module(model, mesh, ends if sequence else {})
 
 
 def optimizer_of(kind, parameters):

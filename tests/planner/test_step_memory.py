@@ -182,25 +182,43 @@ def test_first_blocks_that_differ_are_followed_and_the_rest_extrapolated(options
     assert (plans[0].planned, plans[0].bf16) == (plans[1].planned, plans[1].bf16)
 
 
-def test_blocks_of_equal_shapes_may_still_differ():
+def windows(model, last=4):
+    """Set the window of each block, and that of the last one: Gemma's look at all tokens in every so many blocks."""
+    for index, block in enumerate(model.model.layers):
+        block.self_attn.window = last if index == 3 else 4  # also where a number is that of a block
+
+
+def buffers(model):
+    for index, block in enumerate(model.model.layers):
+        block.register_buffer("cache", torch.ones(1 + index // 3))
+
+
+def tensors_in_settings(model):
+    for block in model.model.layers:
+        block.self_attn.scales = torch.ones(3), torch.ones(3)
+
+
+def shared_block(model):
+    model.model.layers = nn.ModuleList([model.model.layers[0]] * 4)
+
+
+def tied_weights(model):
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda model: None, 0), (windows, 0), (partial(windows, last=None), None), (buffers, None),
+        (shared_block, None), (tied_weights, None), (tensors_in_settings, 0),
+    ],
+)  # fmt: skip
+def test_blocks_of_equal_shapes_may_still_differ(change, expected):
     model = make("llama")
-    assert leading(model, Plan({})) == 0
-    for layer in model.model.layers:
-        layer.self_attn.window = 4
-    assert leading(model, Plan({})) == 0  # also where a number is that of a block
-    model.model.layers[3].self_attn.window = None  # as Gemma's, which look at all tokens in every so many blocks
-    assert leading(model, Plan({})) is None
-    model = make("llama")
-    for index, layer in enumerate(model.model.layers):
-        layer.register_buffer("cache", torch.ones(1 + index // 3))
-    assert leading(model, Plan({})) is None
-    shared = make("llama")
-    shared.model.layers = nn.ModuleList([shared.model.layers[0]] * 4)
-    assert leading(shared, Plan({})) is None
-    assert octavo.plan(shared, 2, 128, device=FAST).memory.traced_blocks == (4, 4)
-    tied = make("llama")
-    tied.model.layers[2].mlp.up_proj.weight = tied.model.layers[1].mlp.up_proj.weight
-    assert leading(tied, Plan({})) is None
+    change(model)
+    assert leading(model, Plan({})) == expected
+    if change is shared_block:
+        assert octavo.plan(model, 2, 128, device=FAST).memory.traced_blocks == (4, 4)
 
 
 def test_a_copy_with_fewer_blocks_leaves_the_model_as_it_was():
@@ -264,10 +282,3 @@ def test_stacks_that_run_together_are_followed_whole(make, traced):
     assert plans[0].memory.at_peak == plans[1].memory.at_peak
     assert plans[0].planned.seconds == pytest.approx(plans[1].planned.seconds)
     assert traced in (None, plans[0].memory.traced_blocks[0])
-
-
-def test_tensors_in_settings_are_not_compared():
-    model = make("llama")
-    for layer in model.model.layers:
-        layer.self_attn.scales = torch.ones(3), torch.ones(3)
-    assert leading(model, Plan({})) == 0
