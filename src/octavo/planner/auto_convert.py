@@ -129,10 +129,6 @@ def _check_request(
     filter: object, keep_weights: bool, activations: str, device: object, tokens: int, frozen: str,
 ) -> None:  # fmt: skip
     check_frozen(frozen)
-    if frozen == "fp8" and device not in (None, "cpu"):
-        raise ValueError("frozen='fp8' chooses layers by rule, for their memory: leave out device")
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-        raise ValueError(f"tokens is an integer of 1 or more; got {tokens!r}")
     check_module("convert", model)
     check_unconverted(model)
     for name, argument, expected in (("plan", plan, Plan), ("precision", precision, Precision)):
@@ -140,31 +136,29 @@ def _check_request(
             raise TypeError(f"{name} is an octavo.{expected.__name__}; got {argument!r}{_HINTS[name]}")
     if isinstance(skip, str):
         raise TypeError(f"skip is a list of name patterns; got the string {skip!r}: write skip=[{skip!r}]")
-    if plan is not None:
-        settings = (recipe, precision, filter, device)
-        if skip or activations != "bf16" or any(setting is not None for setting in settings):
-            raise ValueError(
-                "plan replaces recipe, precision, skip, filter, activations and device: pass plan alone, or those "
-                "without plan"
-            )
-        if not (plan.converted or plan.activation_modules):
-            raise nothing_converted(plan)
-        return
-    if precision is not None and (recipe is not None or skip or keep_weights or activations != "bf16"):
-        raise ValueError(
-            "precision holds recipe, skip, keep_weights and activations: set them there, or pass them without precision"
-        )
+    selects = bool(skip) or activations != "bf16"
     kind = str(device).partition(":")[0].lower() if isinstance(device, str | torch.device) else ""
-    if kind in ("cpu", "cuda", "gpu") and device != "cpu":
-        raise ValueError(
-            f"device={device!r} names no GPU: leave it out for this machine's, or give a name such as 'h100'; 'cpu' "
-            "decides without costs"
-        )
-    if device is not None and device != "cpu" and not _is_auto(recipe, precision):
-        raise ValueError(
-            "device decides which layers gain on a GPU, but this request names the recipe or has no FP8 products: "
-            "leave out device, or use recipe='auto'"
-        )
+    for is_refused, message in (
+        (frozen == "fp8" and device not in (None, "cpu"),
+         "frozen='fp8' chooses layers by rule, for their memory: leave out device"),
+        (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1,
+         f"tokens is an integer of 1 or more; got {tokens!r}"),
+        (plan is not None and (selects or any(each is not None for each in (recipe, precision, filter, device))),
+         "plan replaces recipe, precision, skip, filter, activations and device: pass plan alone, or those without "
+         "plan"),
+        (precision is not None and (recipe is not None or selects or keep_weights),
+         "precision holds recipe, skip, keep_weights and activations: set them there, or pass them without precision"),
+        (kind in ("cpu", "cuda", "gpu") and device != "cpu",
+         f"device={device!r} names no GPU: leave it out for this machine's, or give a name such as 'h100'; 'cpu' "
+         "decides without costs"),
+        (device not in (None, "cpu") and not _is_auto(recipe, precision),
+         "device decides which layers gain on a GPU, but this request names the recipe or has no FP8 products: leave "
+         "out device, or use recipe='auto'"),
+    ):  # fmt: skip
+        if is_refused:
+            raise ValueError(message)
+    if plan is not None and not (plan.converted or plan.activation_modules):
+        raise nothing_converted(plan)
 
 
 def _is_auto(recipe: object, precision: Precision | None) -> bool:
