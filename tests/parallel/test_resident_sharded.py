@@ -14,6 +14,7 @@ import octavo
 from octavo.nn import ResidentWeight, change_recipe
 from octavo.nn.resident import as_resident
 from octavo.parallel import Parallel, expert_parallel, parallelize
+from octavo.parallel.fsdp import parameters_in_fp8
 from processes import on_ranks
 from support.moe_models import loss_of, mixture
 
@@ -179,15 +180,15 @@ def test_what_cannot_be_done_with_shards_raises():
     assert all(torch.equal(before[k], after[k]) for k in before)
 
 
-def mixture_of(family, recipe):
+def mixture_of(family, recipe, frozen):
     model = mixture(family, num_local_experts=6, num_experts=6, n_routed_experts=6)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("experts" not in name)
-    return octavo.convert(model, recipe, frozen="fp8", verbose=False)
+        parameter.requires_grad_("experts" not in name or frozen == "bf16")
+    return octavo.convert(model, recipe, frozen=frozen, verbose=False)
 
 
-def experts_job(family, recipe, how):
-    model = mixture_of(family, recipe)
+def experts_job(family, recipe, frozen, how):
+    model, name = mixture_of(family, recipe, frozen), "model.layers.1.mlp.experts"
     if how == "ep":
         mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("efsdp", "ep"))
         expert_parallel(model, mesh["ep"], fp8_comm=False)
@@ -195,20 +196,31 @@ def experts_job(family, recipe, how):
     else:
         parallelize(model, Parallel(fp8_comm=how))
     size = own_bytes(model)
-    return loss_of(model, dist.get_rank()), gradients(model), size
+    results = loss_of(model, dist.get_rank()), gradients(model), size
+    if frozen == "bf16":
+        weights = [name for name, p in model.named_parameters() if "experts" in name and p.ndim == 3]
+        assert [name for name in parameters_in_fp8(model) if "experts" in name] == (weights if how == "gather" else [])
+        assert next(row for row in octavo.report(model) if row.name == name).recipe == recipe
+        with pytest.raises(ValueError, match="sharded already: convert before sharding"):
+            change_recipe(model, name, None, reason="off")
+            change_recipe(model, name, "rowwise", reason="on")
+    return results
 
 
 CASES_OF_EXPERTS = [
-    ("mixtral", "blockwise", "off", 2), ("gpt_oss", "rowwise", "gather", 2), ("qwen3_moe", "rowwise", "off", 4),
-    ("mixtral", "rowwise", "ep", 2),
+    ("mixtral", "blockwise", "fp8", "off", 2), ("gpt_oss", "rowwise", "fp8", "gather", 2),
+    ("qwen3_moe", "rowwise", "fp8", "off", 4), ("mixtral", "rowwise", "fp8", "ep", 2),
+    ("gpt_oss", "rowwise", "bf16", "gather", 2), ("mixtral", "rowwise", "bf16", "gather", 2),
+    ("mixtral", "rowwise", "bf16", "off", 2),
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "recipe", "how", "ranks"), CASES_OF_EXPERTS)
-def test_experts_are_sharded_by_experts(gloo, family, recipe, how, ranks):
-    results = gloo.run(experts_job, ranks, family, recipe, how)
-    model = mixture_of(family, recipe)
+@pytest.mark.parametrize(("family", "recipe", "frozen", "how", "ranks"), CASES_OF_EXPERTS)
+def test_experts_are_sharded_by_experts(gloo, family, recipe, frozen, how, ranks):
+    """Resident in FP8, or trained: gathered in FP8 or as they are, with the same results bit for bit."""
+    results = gloo.run(experts_job, ranks, family, recipe, frozen, how)
+    model = mixture_of(family, recipe, frozen)
     whole = own_bytes(model)
     losses = [loss_of(model, rank) for rank in range(ranks)]
     if how == "ep":  # rows of several ranks meet in one product
