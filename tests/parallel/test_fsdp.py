@@ -20,6 +20,7 @@ from processes import Failed, on_ranks
 from tensors import saved_and_loaded
 
 pytestmark = pytest.mark.dist
+WEIGHTS = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
 
 
 # --- models that are awkward to cut into pieces ---
@@ -37,11 +38,10 @@ def awkward_job(settings, options, in_fp8, optimizer="torch"):
 def test_rows_that_do_not_divide(gloo, world, hidden, recipe):
     """63 rows on 2 ranks, 65 on 4, 3 rows on 4: a shard is padded on the wire, or empty."""
     options = {"hidden": hidden, "recipe": recipe, "width": min(WIDTH, 4 * hidden)}  # else they are too narrow for FP8
-    names = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
     expected, parameters = one_process(world, steps=5, optimizer="sgd", **options)
     by_gather = {}
     for comm in ("off", "gather"):
-        ranks = gloo.run(awkward_job, world, {"fp8_comm": comm}, options, names if comm == "gather" else [], "sgd")
+        ranks = gloo.run(awkward_job, world, {"fp8_comm": comm}, options, WEIGHTS if comm == "gather" else [], "sgd")
         by_gather[comm] = [losses for losses, _ in ranks]
         for name, value in ranks[0][1].items():
             assert value.shape == parameters[name].shape
@@ -119,10 +119,9 @@ def test_a_router_in_another_dtype_is_its_own_group():
 @pytest.mark.parametrize("frozen", [("embed", "blocks.1.up", "norm"), ("blocks",)], ids=str)
 def test_frozen_parameters(gloo, frozen):
     options = {"frozen": frozen}
-    names = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
     expected, parameters = one_process(2, steps=5, **options)
     for comm in ("off", "gather", "on"):
-        ranks = gloo.run(awkward_job, 2, {"fp8_comm": comm}, options, [] if comm == "off" else names)
+        ranks = gloo.run(awkward_job, 2, {"fp8_comm": comm}, options, [] if comm == "off" else WEIGHTS)
         if comm != "on":
             assert [losses for losses, _ in ranks] == expected
             assert all(torch.equal(ranks[1][1][name], value) for name, value in parameters.items())
@@ -137,11 +136,8 @@ def test_frozen_parameters(gloo, frozen):
 def test_tied_parameters(gloo, tie):
     """Embedding and head; weights of two blocks, which FSDP2 cannot have in two groups; two weights of one block."""
     options = {"ties": tie, "hidden": 64}
-    names = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
-    if tie == "blocks":
-        names.remove("blocks.1.up.weight")
-    if tie == "inside":
-        names.remove("blocks.0.down.weight")
+    tied = {"blocks": "blocks.1.up.weight", "inside": "blocks.0.down.weight"}.get(tie)
+    names = [name for name in WEIGHTS if name != tied]
     expected, parameters = one_process(2, steps=5, **options)
     ranks = gloo.run(awkward_job, 2, {"fp8_comm": "gather"}, options, names)
     assert [losses for losses, _ in ranks] == expected

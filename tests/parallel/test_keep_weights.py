@@ -72,10 +72,9 @@ def train(kind, recipe, keep, accumulate, steps, micros, checkpointing=False):
         block.checkpointing = checkpointing
     model = KINDS[kind](model)
     stepper = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, casts = [], []
-    original = weights._cast
-    weights._cast = lambda *arguments: casts.append(1) or original(*arguments)
-    try:
+    losses, casts, original = [], [], weights._cast
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_cast", lambda *arguments: casts.append(1) or original(*arguments))
         for step in range(steps):
             with accumulating(model) if accumulate else nullcontext():
                 for micro in range(micros):
@@ -85,8 +84,6 @@ def train(kind, recipe, keep, accumulate, steps, micros, checkpointing=False):
                     losses.append(loss.item())
             stepper.step()
             stepper.zero_grad()
-    finally:
-        weights._cast = original
     return losses, len(casts)
 
 

@@ -14,10 +14,11 @@ from octavo.nn.causal import chunked_loss
 from octavo.numerics.plan import Plan
 from octavo.planner.fake import fake_copy, fake_tensors
 from octavo.planner.few_blocks import Stack
+from octavo.planner.model_plan import default_loss, trace_step
 from octavo.planner.prediction import Stage, Workload
 from octavo.planner.step import StepConfig
-from octavo.planner.step_memory import ShardGroup, StepTrace, make_gradients, make_states, repeated, trace_blocks
-from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, Event, StorageEvents, Timeline
+from octavo.planner.step_memory import ShardGroup, StepTrace, repeated, trace_blocks
+from octavo.planner.timeline import ACTIVATIONS, BLOCK_GRADIENTS, GRADIENTS, TEMPORARIES, Event, StorageEvents
 from octavo.runtime.blocks import find_blocks
 
 CPU = torch.device("cpu")
@@ -41,20 +42,9 @@ def run_step(blocks, *, level="fp8", chunked=True, vocabulary=500, optimizer=oct
         octavo.convert(copy, precision=octavo.Precision.level(level), verbose=False)
         for block in find_blocks(copy) if recompute else ():
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        stepper = optimizer(copy.parameters())
-        timeline = Timeline(512)
-        timeline.label(copy.parameters(), "parameters")
-        timeline.label(make_states(stepper), "states")
-        if accumulated:
-            timeline.relabel(make_gradients(stepper), GRADIENTS)
-        timeline.follow(copy)
         ids = torch.zeros(2, length, dtype=torch.int64)
-        with timeline:
-            copy(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            timeline.set_phase("optimizer step")
-            if not isinstance(stepper, octavo.AdamW):
-                stepper.step()
-        return as_step(timeline.events())
+        batch, config = {"input_ids": ids, "labels": ids, "use_cache": False}, StepConfig(micro_batches=1 + accumulated)
+        return trace_step(copy, batch, optimizer(copy.parameters()), default_loss, config, 512)
 
 
 NOTHING = ShardGroup(gathered=0, gradients=0, reduced=0)
@@ -90,7 +80,7 @@ def test_eleven_blocks_from_two_and_three(options):
 def test_the_worst_moment_of_many_blocks_need_not_be_that_of_few():
     """Logits decide for two blocks, activations or gradients for many."""
     few, more = (run_step(blocks, chunked=False, vocabulary=4000) for blocks in (2, 3))
-    at_peak = few.events.series.peak.bytes
+    at_peak = few.events.series.merge(BLOCK_GRADIENTS, GRADIENTS).peak.bytes
     assert at_peak[TEMPORARIES] > at_peak[ACTIVATIONS] and not at_peak[GRADIENTS]
     many = grown(few, more, extra=[200]).peak
     assert many.bytes[ACTIVATIONS] > many.bytes[TEMPORARIES]
