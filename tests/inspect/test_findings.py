@@ -45,19 +45,13 @@ def test_gradients_may_underflow_twice_as_much():
     assert finding.measured == "underflow 41 % (limit 40)"
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
-        ({"sqnr": math.nan}, "sqnr = nan is not a number of dB"),
-        ({"underflow": 1.5}, "underflow = 1.5 is not a share, 0 to 1"),
-        ({"saturation": -0.1}, "saturation = -0.1 is not a share"),
-        ({"amax_jump": 1.0}, "amax_jump = 1.0 is not a factor above 1"),
-        ({"nonfinite": -1}, "nonfinite = -1 is not a number of elements"),
-    ],
-)
-def test_limits_out_of_range(limit, expected):
-    with pytest.raises(ValueError, match=expected):
-        Thresholds(**limit)
+def test_limits_out_of_range():
+    for limit, value, expected in (
+        ("sqnr", math.nan, "a number of dB"), ("underflow", 1.5, "a share, 0 to 1"), ("saturation", -0.1, "a share"),
+        ("amax_jump", 1.0, "a factor above 1"), ("nonfinite", -1, "a number of elements"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{limit} = {value} is not {expected}"):
+            Thresholds(**{limit: value})
 
 
 def samples(*amaxes):

@@ -66,9 +66,7 @@ def named(row):
 
 SLOW = pytest.mark.slow
 CASES = [
-    (FSDP, 2, "gather", "rowwise"),
-    (FSDP, 2, "gather", "tensorwise"),
-    (FSDP, 2, "off", "blockwise"),
+    *((FSDP, 2, *case) for case in (("gather", "rowwise"), ("gather", "tensorwise"), ("off", "blockwise"))),
     (DDP, 2, "off", "rowwise"),
     pytest.param(FSDP, 2, "off", "rowwise", marks=SLOW),
     pytest.param({"reshard_after_forward": False}, 2, "gather", "rowwise", marks=SLOW),

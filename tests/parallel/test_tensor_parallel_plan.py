@@ -206,7 +206,7 @@ def test_resident_weights_are_refused():
     assert torch.equal(model(input_ids=tokens_of()).logits, expected)
 
 
-def hooks_job(divides, moment):
+def hooks_job(moment):
     """Names of the layers whose hooks ran, and gradients; hooks registered before or after, or never."""
     model, tokens, mesh, called = model_of("llama", chunked=False), tokens_of(), mesh_of(), []
 
@@ -219,20 +219,20 @@ def hooks_job(divides, moment):
 
     if moment == "before":
         register()
-    tensor_parallel(model, mesh, sequence_parallel=divides)
+    tensor_parallel(model, mesh)
     if moment == "after":
         register()
-    labels = tokens[:, 1:].chunk(2, 1)[mesh.get_local_rank()] if divides else tokens[:, 1:]
-    model(input_ids=tokens[:, :-1], labels=labels, shift_labels=labels.contiguous()).loss.backward()
+    labels = tokens[:, 1:].chunk(2, 1)[mesh.get_local_rank()].contiguous()
+    model(input_ids=tokens[:, :-1], labels=labels, shift_labels=labels).loss.backward()
     return called, {name: local_tensor(p.grad) for name, p in model.named_parameters()}
 
 
 @pytest.mark.thorough
 def test_hooks_of_distributed_layers_run_once_and_change_nothing(gloo):
-    (none, expected), *_ = gloo.run(hooks_job, 2, True, "never")
+    (none, expected), *_ = gloo.run(hooks_job, 2, "never")
     assert not none
     for moment in ("before", "after"):
-        called, gradients = gloo.run(hooks_job, 2, True, moment)[0]
+        called, gradients = gloo.run(hooks_job, 2, moment)[0]
         assert [kind for kind, _ in called] == ["before", "forward"] * 2 + ["backward"] * 2
         assert all(torch.equal(gradients[name], grad) for name, grad in expected.items())
 

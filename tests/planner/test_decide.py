@@ -59,12 +59,9 @@ def test_cost_decides_and_not_the_rule_of_thumb():
     assert "narrow" not in decided.decision.reason
 
 
-def test_without_fp8_units_everything_stays():
+def test_what_is_emulated_is_not_taken():
     decided = decide_call(16384, 8192, 8192, gpu=DEVICES["a100"])
     assert decided.decision.recipe is None and "no FP8 matrix units" in decided.decision.reason
-
-
-def test_an_emulated_recipe_is_not_taken():
     decided = decide_call(16384, 8192, 8192, recipes=candidates("mxfp8"))
     assert decided.decision.recipe is None and "mxfp8 is only emulated on H100 SXM" in decided.decision.reason
     assert decide_call(16384, 8192, 8192, gpu=DEVICES["b200"], recipes=candidates("mxfp8")).decision.recipe is not None
