@@ -1,7 +1,4 @@
-"""convert, the one line: decide for each linear layer, by rule or by cost on a GPU, then convert in place.
-
-The number of tokens is unknown before the first batch, so one is assumed, and each layer to have an input of its own.
-"""
+"""convert, the one line: decide for each linear layer, by rule or by cost on a GPU, then convert in place."""
 
 import sys
 import warnings

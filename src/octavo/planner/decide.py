@@ -1,8 +1,4 @@
-"""Decide by predicted cost which linear layers of a model compute in FP8, and in which recipe.
-
-Recipes within `TIE_FACTOR` of the fastest count as equally fast, and the first of them in `RECIPES`, which lists
-recipes by preference, wins: a model should not mix three recipes to gain a percent.
-"""
+"""Decide by predicted cost which linear layers of a model compute in FP8, and in which recipe."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""Host time of linear layers in eager mode: what Python and PyTorch take to hand their work to the GPU.
-
-Ratios to bf16's carry over to other machines roughly, microseconds do not: `octavo calibrate` measures both.
-"""
+"""Host time of linear layers in eager mode (docs/host_time.md), as ratios to bf16's or as `octavo calibrate` measured."""
 
 import time
 from collections.abc import Iterable

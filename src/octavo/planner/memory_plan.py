@@ -1,7 +1,4 @@
-"""MemoryPlan: the memory of one GPU in a training step, by category, predicted without allocating anything.
-
-Categories do not peak at the same time, so the peak is not a sum of maxima: it is that of the whole step.
-"""
+"""MemoryPlan: the memory of one GPU in a training step, by category, predicted without allocating anything."""
 
 import json
 import math

@@ -1,8 +1,4 @@
-"""Trace: the operations of one forward of a model, recorded on fake tensors, for `octavo.planner.step`.
-
-For compiled models, the operations between two products form one kernel that reads its outside inputs and writes the
-outputs that are read later. Inductor's fusions are less regular.
-"""
+"""Trace: the operations of one forward of a model, recorded on fake tensors, for `octavo.planner.step`."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
