@@ -1,7 +1,4 @@
-"""Accumulators: statistics of an operand on its device, summed over calls, micro-batches and ranks.
-
-Nothing synchronizes until the end of a step, when all operands of all layers move at once.
-"""
+"""Accumulators: statistics of an operand on its device, summed over calls, micro-batches and ranks."""
 
 import math
 from collections.abc import Sequence

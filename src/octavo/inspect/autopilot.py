@@ -1,8 +1,4 @@
-"""Autopilot: between two steps, switch linear layers that FP8 harms to a recipe that does not (docs/autopilot.md).
-
-Statistics and errors are the same on all ranks, and so are the moves. Over the stages of a pipeline every rank decides
-about all layers, and changes those that it has.
-"""
+"""Autopilot: between two steps, switch linear layers that FP8 harms to a recipe that does not (docs/autopilot.md)."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

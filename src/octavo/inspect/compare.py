@@ -1,8 +1,4 @@
-"""Verdicts on the losses of paired runs: whether an arm is worse than the baseline, and the gap that is detectable.
-
-Three rules cover different kinds of damage: gaps within seeds (`paired_test`), blow-ups, and counts of failures;
-docs/compare.md derives them, and has their measured error rates and what was rejected.
-"""
+"""Verdicts on the losses of paired runs, and the gap that is detectable: the rules of docs/compare.md."""
 
 import math
 import statistics

@@ -1,7 +1,4 @@
-"""Findings: statistics that crossed a limit, each with its layer and operand.
-
-Non-finite values are reported at their origin: the first row in the order of computation, and weights.
-"""
+"""Findings: statistics that crossed a limit, each with its layer and operand."""
 
 import math
 from collections import deque

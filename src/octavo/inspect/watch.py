@@ -1,8 +1,4 @@
-"""Watch: statistics of the operands of every FP8 linear layer, in sampled steps (docs/inspect.md).
-
-Hooks return nothing and run outside of dispatch modes, autograd and the caches that layers share, so a sampled step
-computes bitwise the same as any other.
-"""
+"""Watch: statistics of the operands of every FP8 linear layer, in sampled steps (docs/inspect.md)."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

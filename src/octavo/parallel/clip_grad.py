@@ -1,7 +1,4 @@
-"""Clip gradients of parameters on several meshes, which `torch.nn.utils.clip_grad_norm_` cannot combine.
-
-The norm of the meshes' norms, each PyTorch's own, is that of all gradients; also for the maximum norm.
-"""
+"""Clip gradients of parameters on several meshes, which `torch.nn.utils.clip_grad_norm_` cannot combine."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,4 @@
-"""Gpu: the properties of a GPU that predictions use, a table of known GPUs, and a way to describe another one.
-
-Rates are dense peaks of data sheets; `efficiency_from` names where the shares come from that large products and copies
-reach. The benchmark `rates` (docs/log.md) made `h100.json` beside this file from the result files of that card.
-"""
+"""Gpu: the properties of a GPU that predictions use, a table of known GPUs, and a way to describe another one."""
 
 import json
 import math
@@ -143,7 +139,7 @@ class Gpu:
 
 _MAY_BE_ZERO = ("fp8_tflops", "launch_us", "host_us", "capability")
 
-_FILE = Path(__file__).with_name("h100.json")
+_FILE = Path(__file__).with_name("h100.json")  # `python -m benchmarks rates` makes it from that card's results
 _UNMEASURED = (
     "published: by block 0.62 (DeepSeek-style forward in torchao, 1234 TFLOP/s); assumed: attention 0.40, links 0.80, "
     "2.5 µs a launch, 8 µs of host an operation"

@@ -1,4 +1,4 @@
-"""Host time of linear layers in eager mode (docs/host_time.md), as ratios to bf16's or as `octavo calibrate` measured."""
+"""Host time of linear layers in eager mode (docs/host_time.md), as ratios to bf16 or as `octavo calibrate` measured."""
 
 import time
 from collections.abc import Iterable

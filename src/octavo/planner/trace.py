@@ -51,7 +51,7 @@ class Trace:
     attention: float  # Operations of fused attention
     products: tuple[Work, ...]  # Matrix products outside of linear layers
     rest: tuple[float, ...]  # Bytes of each other operation
-    regions: tuple[float, ...]  # Bytes of the same, fused between products
+    regions: tuple[float, ...]  # Bytes of the same, compiled: one kernel for what is between two products
     parameters: int  # Elements of all parameters, tied ones once
     trained: int  # Elements of those that require a gradient
     experts: int = 0  # Elements of experts' parameters
