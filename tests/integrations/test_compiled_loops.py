@@ -50,13 +50,18 @@ def fit(model, samples, level, compiled, folder):
     return task.values(), plugin._monitor.watch.rows
 
 
-@pytest.mark.parametrize("loop", [transformers, accelerate, fit])
-@pytest.mark.parametrize("level", ["fp8", "fp8+activations+optimizer"])
+FULL = "fp8+activations+optimizer"
+CASES = [(transformers, "fp8"), (accelerate, "fp8"), (fit, "fp8"), (accelerate, FULL)]
+
+
+@pytest.mark.parametrize(
+    ("loop", "level"), CASES + [pytest.param(loop, FULL, marks=pytest.mark.slow) for loop in (transformers, fit)]
+)
 def test_a_compiled_model_trains_as_an_eager_one(loop, level, llama, samples, tmp_path):
-    expected, rows = loop(llama(torch.bfloat16), samples, level, False, tmp_path)
+    expected, rows = loop(llama(torch.bfloat16, num_hidden_layers=1), samples, level, False, tmp_path)
     torch._dynamo.reset()
     counters.clear()
-    losses, sampled = loop(llama(torch.bfloat16), samples, level, True, tmp_path)
+    losses, sampled = loop(llama(torch.bfloat16, num_hidden_layers=1), samples, level, True, tmp_path)
     # The last step, the second of those sampled, ran eagerly.
     assert [(row.layer, row.operand) for row in sampled] == [(row.layer, row.operand) for row in rows] and rows
     assert counters["stats"]["unique_graphs"] > 0

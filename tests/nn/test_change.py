@@ -5,21 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from models import llama
 
 import octavo
 from octavo.nn import Linear, change_recipe
 from octavo.numerics import Plan
 
 LAYER = "model.layers.1.mlp.down_proj"
-
-
-def llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=97
-    )
-    return LlamaForCausalLM(config).bfloat16()
 
 
 def gradients(model):
@@ -46,7 +38,7 @@ def planned(model, layers, recipe):
     ],
 )  # fmt: skip
 def test_as_if_converted_so_at_once(recipe, layer):
-    model = llama()
+    model = llama().bfloat16()
     reference = octavo.convert(copy.deepcopy(model), plan=planned(model, [layer], recipe), verbose=False)
     octavo.convert(model, activations="fp8", verbose=False)
     before = gradients(model)
@@ -59,7 +51,7 @@ def test_as_if_converted_so_at_once(recipe, layer):
 
 
 def test_there_and_back_is_as_before():
-    model = octavo.convert(llama(), keep_weights=True, verbose=False)
+    model = octavo.convert(llama().bfloat16(), keep_weights=True, verbose=False)
     before = gradients(model)
     for recipe in (None, "blockwise", "rowwise"):
         change_recipe(model, LAYER, recipe, reason="a test")

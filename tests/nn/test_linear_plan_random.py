@@ -115,7 +115,7 @@ class Case:
             return function(x) + function(x)
         if self.wrapped == "subclass":
             return function(x.as_subclass(Subclass))
-        with octavo.nn.accumulating() if self.wrapped == "accumulating" else nullcontext():
+        with octavo.nn.accumulating(nn.ModuleList(layers)) if self.wrapped == "accumulating" else nullcontext():
             return function(x)
 
     def run(self):

@@ -17,7 +17,6 @@ from octavo.kernels import quantize
 from octavo.numerics.error import sqnr
 
 E4M3 = torch.float8_e4m3fn
-LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 GROUP = {"targets": ["Linear"], "output_activations": None}
 COMMON = {"num_bits": 8, "type": "float", "symmetric": True}
 CONFIGS = {
@@ -66,30 +65,6 @@ def export(model, path, **options):
         return octavo.export(model, path, **options)
 
 
-@pytest.mark.parametrize("layout", RECIPES)
-def test_the_layout_to_the_key(tmp_path, layout):
-    model = converted("llama", layout)
-    plain = {name: tensor for name, tensor in model.state_dict().items()}
-    exported = octavo.export(model, tmp_path / "out", to=layout)
-    assert config_of(tmp_path / "out")["quantization_config"] == CONFIGS[layout]
-    assert config_of(tmp_path / "out")["architectures"] == ["LlamaForCausalLM"]
-    assert config_of(tmp_path / "out")["dtype"] == "bfloat16"
-    tensors = tensors_of(tmp_path / "out")
-    scale_name, scale_dtype, shape = SCALES[layout]
-    for name, tensor in plain.items():
-        written = tensors.pop(name)
-        if name.split(".")[-2] in LINEARS:
-            expected = quantize(tensor, octavo.RECIPES[RECIPES[layout]].w)
-            scale = tensors.pop(f"{name.removesuffix('.weight')}.{scale_name}")
-            assert written.dtype == E4M3 and scale.dtype == scale_dtype and scale.shape == shape(*tensor.shape)
-            assert torch.equal(written.view(torch.uint8), expected.data.view(torch.uint8))
-            assert torch.equal(scale, expected.scale.view(torch.uint8) if layout == "mxfp8" else expected.scale)
-        else:
-            assert written.dtype == torch.bfloat16 and torch.equal(written, tensor)
-    assert not tensors
-    assert set(exported.high_precision) == {"lm_head"} and len(exported.fp8) == 14 and exported.notes == ()
-
-
 @pytest.mark.parametrize(("family", "layout"), FAMILIES)
 def test_a_reloaded_model_computes_the_forward_of_training(tmp_path, family, layout):
     """Dequantized weights are those of training: quantizing them again, as training does, changes no bit."""
@@ -123,8 +98,9 @@ LATENT_ATTENTION = [
 MLP = [f"{part}_proj" for part in ("gate", "up", "down")]
 VIT = [*(f"attention.attention.{part}" for part in ("query", "key", "value")), "attention.output.dense",
        "intermediate.dense", "output.dense"]  # fmt: skip
+DENSE = [f"model.layers.{n}.{part}" for n in (0, 1) for part in (*ATTENTION, *(f"mlp.{m}" for m in MLP))]
 IN_FP8 = {
-    "qwen3": [f"model.layers.{n}.{part}" for n in (0, 1) for part in (*ATTENTION, *(f"mlp.{m}" for m in MLP))],
+    "llama": DENSE, "qwen3": DENSE,
     "mixtral": [
         f"model.layers.{n}.{part}" for n in (0, 1)
         for part in (*ATTENTION, *(f"block_sparse_moe.experts.{e}.w{w}" for e in range(4) for w in (1, 2, 3)))
@@ -140,34 +116,39 @@ IN_FP8 = {
 """The weights that published FP8 checkpoints of these families have in FP8; routers, heads and norms are not."""
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("layout", RECIPES)
-@pytest.mark.parametrize("family", IN_FP8)
-def test_families_to_the_key(tmp_path, family, layout):
-    """Every tensor's name, dtype and shape, and every key of the configuration."""
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.thorough) for f in [*IN_FP8][1:])])
+def test_the_layout_to_the_key(tmp_path, family, layout):
+    """Every tensor's name, dtype, shape and bytes, and every key of the configuration."""
     model = converted(family, layout)
     export(model, tmp_path / "plain", to="bf16")
-    export(model, tmp_path / "out", to=layout)
+    exported = export(model, tmp_path / "out", to=layout)
     plain, tensors = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "out")
     scale_name, scale_dtype, shape = SCALES[layout]
     expected = {}
     for name, tensor in plain.items():
-        fp8 = name.removesuffix(".weight") in IN_FP8[family] and tensor.ndim == 2
-        expected[name] = (E4M3 if fp8 else tensor.dtype, tuple(tensor.shape))
-        if fp8:
-            expected[f"{name.removesuffix('.weight')}.{scale_name}"] = (scale_dtype, shape(*tensor.shape))
+        stem = name.removesuffix(".weight")
+        if stem in IN_FP8[family] and tensor.ndim == 2:
+            q = quantize(tensor, octavo.RECIPES[RECIPES[layout]].w)
+            expected |= {name: (E4M3, tuple(tensor.shape)), f"{stem}.{scale_name}": (scale_dtype, shape(*tensor.shape))}
+            assert torch.equal(tensors[name].view(torch.uint8), q.data.view(torch.uint8))
+            assert torch.equal(tensors[f"{stem}.{scale_name}"], q.scale.view(scale_dtype))
+        else:
+            expected[name] = (tensor.dtype, tuple(tensor.shape))
+            assert torch.equal(tensors[name], tensor)
     assert {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} == expected
     assert sum(dtype == E4M3 for dtype, _ in expected.values()) == len(IN_FP8[family])
     ours, unquantized = config_of(tmp_path / "out"), config_of(tmp_path / "plain")
     quantization, ignored = (
         ours.pop("quantization_config"),
-        "ignore" if layout != "fp8-block" else "modules_to_not_convert",
+        "modules_to_not_convert" if layout == "fp8-block" else "ignore",
     )
     heads = {"classifier"} if family == "vit" else {"lm_head"}
     assert heads <= set(quantization[ignored])
     assert quantization == CONFIGS[layout] | {ignored: quantization[ignored]} and ours == unquantized
-    in_fp8 = {name.removesuffix(".weight") for name, (dtype, _) in expected.items() if dtype == E4M3}
-    assert not in_fp8 & set(quantization[ignored])
+    assert not set(IN_FP8[family]) & set(quantization[ignored])
+    if family == "llama":
+        assert set(exported.high_precision) == {"lm_head"} and exported.notes == ()
 
 
 def test_experts_whose_blocks_are_divided_stay_in_high_precision(tmp_path):
