@@ -101,7 +101,7 @@ class _NormFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, y: list[Tensor], rematerializer: _NormRematerializer
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x_MK = centered = _matrix(x)
+        x_MK = centered = as_rows(x)
         if rematerializer.norm.center:
             centered = x_MK - x_MK.mean(-1, keepdim=True, dtype=torch.float32)
         data, scale = quantize_for_backward(centered)
@@ -117,7 +117,7 @@ class _NormFunction(torch.autograd.Function):
         rematerializer: _NormRematerializer = ctx.rematerializer
         x_MK, (rstd, mean) = rematerializer.inputs((data, scale))[0], rematerializer.statistics(tensors)
         rematerializer.forget()
-        dx, dweight, dbias = _norm_gradients(_matrix(grad), x_MK, weight, bias, rstd, mean, rematerializer.norm)
+        dx, dweight, dbias = _norm_gradients(as_rows(grad), x_MK, weight, bias, rstd, mean, rematerializer.norm)
         return dx.view(grad.shape), dweight, dbias, None, None
 
 
@@ -130,7 +130,7 @@ class _FusedNormFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: Norm, order: list[int] | None
     ) -> Tensor:
         ordered = x if order is None else x.permute(order)
-        normed = _normed(_matrix(ordered), weight, bias, eps, norm)
+        normed = _normed(as_rows(ordered), weight, bias, eps, norm)
         ctx.save_for_backward(x, weight, bias, normed.rstd, normed.mean)
         ctx.norm, ctx.order = norm, order
         return _shaped(normed.y, ordered.shape)
@@ -139,8 +139,8 @@ class _FusedNormFunction(torch.autograd.Function):
     @first_derivative_only("a fused norm")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, rstd, mean = ctx.saved_tensors
-        x_MK = _matrix(x if ctx.order is None else x.permute(ctx.order))
-        dx, dweight, dbias = _norm_gradients(_matrix(grad), x_MK, weight, bias, rstd, mean, ctx.norm)
+        x_MK = as_rows(x if ctx.order is None else x.permute(ctx.order))
+        dx, dweight, dbias = _norm_gradients(as_rows(grad), x_MK, weight, bias, rstd, mean, ctx.norm)
         return _in_original_order(dx.view(grad.shape), ctx.order), dweight, dbias, None, None, None
 
 
@@ -163,7 +163,7 @@ class _GluFunction(torch.autograd.Function):
         gate, up = rematerializer.inputs(ctx.saved_tensors)
         rematerializer.forget()
         joined = ctx.is_joint and ctx.gate_first
-        dgate, dup = glu_backward(_matrix(grad), gate, up, rematerializer.activation, joined=joined)
+        dgate, dup = glu_backward(as_rows(grad), gate, up, rematerializer.activation, joined=joined)
         if not ctx.is_joint:
             return dgate.view(grad.shape), dup.view(grad.shape), *[None] * 8
         if joined and dgate._base is not None:
@@ -271,9 +271,9 @@ def glu_saving_fp8(
     """Return h = act(gate) · up [..., N], gate and up saved in FP8. If they are halves of `both`, so is bias [2N]."""
     if both is not None and bias is not None:
         bias = bias.chunk(2)[0 if gate_first else 1]
-    gate_MN, bias = _matrix(gate), None if bias is None else bias.detach().to(gate.dtype, copy=True)
+    gate_MN, bias = as_rows(gate), None if bias is None else bias.detach().to(gate.dtype, copy=True)
     without_bias = gate_MN if bias is None else gate_MN - bias
-    tensors = (*quantize_for_backward(without_bias), *quantize_for_backward(_matrix(up)), bias)
+    tensors = (*quantize_for_backward(without_bias), *quantize_for_backward(as_rows(up)), bias)
     rematerializer = _GluRematerializer(gate.dtype, activation)
     inputs = (gate, up) if both is None else (both, None)
     out = unhooked(_GluFunction.apply, *inputs, [h], gate_first, rematerializer, *tensors)
@@ -282,7 +282,7 @@ def glu_saving_fp8(
 
 def fused_glu(gate: Tensor, up: Tensor, activation: str, both: Tensor | None, gate_first: bool) -> Tensor:
     """Return h = act(gate) · up [..., N]; gate and up, halves of `both` if that is given, are saved for backward."""
-    tensors = [_matrix(half.detach()) for half in (gate, up)]
+    tensors = [as_rows(half.detach()) for half in (gate, up)]
     h: Any = glu(tensors[0], tensors[1], activation)
     inputs = (gate, up) if both is None else (both, None)
     rematerializer = _UnroundedGlu(gate.dtype, activation)
@@ -292,11 +292,11 @@ def fused_glu(gate: Tensor, up: Tensor, activation: str, both: Tensor | None, ga
 
 def activation_saving_fp8(x: Tensor, y: Tensor, activation: str) -> Tensor:
     """Return y = act(x) [..., N], with x saved in FP8 for backward."""
-    tensors, rematerializer = quantize_for_backward(_matrix(x)), _ActivationRematerializer(x.dtype, activation)
+    tensors, rematerializer = quantize_for_backward(as_rows(x)), _ActivationRematerializer(x.dtype, activation)
     return _registered(unhooked(_ActivationFunction.apply, x, [y], rematerializer, *tensors), tensors, rematerializer)
 
 
-def _matrix(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 

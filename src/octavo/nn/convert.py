@@ -280,17 +280,13 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     check_recipe_of_resident(fqn, module, new_recipe)
     checked_weight(fqn, module)
     with all_or_nothing(model):
-        if experts:
-            storage, keep_weights = vars(module).get(STORAGE_ATTRIBUTE), getattr(module, "keep_weights", False)
+        storage, keep_weights = vars(module).get(STORAGE_ATTRIBUTE), bool(getattr(module, "keep_weights", False))
+        if converted and (experts or new_recipe is None):
             restore_original_class(module)
-            if new_recipe is not None:
-                convert_experts(module, new_recipe, storage, keep_weights)
-            else:
-                make_plain([module])
-        elif new_recipe is None:
-            if is_converted(module):
-                restore_original_class(module)
-                make_plain([module])
+        if new_recipe is None:
+            make_plain([module])
+        elif experts:
+            convert_experts(module, new_recipe, storage, keep_weights)
         elif is_converted(module) and class_fits(module, new_recipe):
             vars(module)["recipe"] = new_recipe
         else:

@@ -9,7 +9,6 @@ s is no buffer of its module: a buffer would follow the module to another dtype,
 overwritten by rank 0 under DDP. A compiled graph reads the s that its layer has; `compiled_pass` measures eagerly.
 """
 
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from octavo.activations.functional import as_rows
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.nn.linear import Linear
 from octavo.nn.linear_like import LinearLike
@@ -134,7 +134,7 @@ class Equalizer:
     def measure(self, input: Tensor, w_NK: Tensor) -> None:
         """Measure X and W of a forward, and set s if there is none."""
         shared = _LAST.measurement_of(input)
-        x_MK = _matrix(input)
+        x_MK = as_rows(input)
         if self.measurement is None:
             self.measurement = Measurement(channel_amax(x_MK)) if shared is None else shared
             _LAST.set(input, self.measurement)
@@ -169,7 +169,7 @@ class EqualizedQuantizer(Quantizer):
             if equalizer.scales is not None:
                 return equalizer.scales.to(input.device)
             with torch.no_grad():
-                return equalize(channel_amax(_matrix(input)), column_amax(w_NK))
+                return equalize(channel_amax(as_rows(input)), column_amax(w_NK))
         if not has_values(input) or not has_values(w_NK):
             return _predicted(input)
         backward = torch.is_grad_enabled() and (input.requires_grad or w_NK.requires_grad)
@@ -188,7 +188,7 @@ class EqualizedQuantizer(Quantizer):
                 return equalizer.scales
             if equalizer.synchronized and self._training:
                 return None
-            return equalize(channel_amax(_matrix(input)), column_amax(w_NK))
+            return equalize(channel_amax(as_rows(input)), column_amax(w_NK))
 
     def gradient(
         self, g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe
@@ -206,10 +206,6 @@ class EqualizedQuantizer(Quantizer):
     def note_backward(self) -> None:
         if self._training:
             self.equalizer.backward_ran = True
-
-
-def _matrix(input: Tensor) -> Tensor:
-    return input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
 
 
 def _predicted(input: Tensor) -> ChannelScales:
@@ -291,7 +287,7 @@ def current_channels(module: nn.Module, input: Tensor) -> ChannelScales | None:
         return scales if scales is None else scales.to(input.device)
     shared = _LAST.measurement_of(input) if module.training else None
     w_amax = column_amax(weight.t() if module.weight_is_transposed else weight)
-    return equalize(channel_amax(_matrix(input)), w_amax) if shared is None else shared.first_scales(w_amax)
+    return equalize(channel_amax(as_rows(input)), w_amax) if shared is None else shared.first_scales(w_amax)
 
 
 def reset_scales(module: nn.Module) -> None:
