@@ -1,14 +1,7 @@
 """Modules that store their activations in FP8 (norms, gated MLPs, activation functions, others) or run fused kernels.
 
-    norm           saves x (or x - mean) in FP8, and rstd      its readers recompute y
-    glu            saves gate and up in FP8                    the down projection recomputes h = act(gate)·up
-    activation     saves x in FP8                              the next linear recomputes act(x)
-    saved_tensors  runs its own forward; saves in FP8 what its operations save, where that is safe
-    fused_norm     one kernel computes y, another the gradients; saves x and the statistics of its rows
-    fused_glu      one kernel computes h, another the gradients; saves gate and up
-
-The first four do not change forward, bit for bit; fused ones round it less often, and compiled graphs leave them to the
-compiler. If the code of a module has changed, an activation has hooks, or the ops do not take the operands, the
+Those that store do not change forward, bit for bit; fused ones round it less often, and compiled graphs leave them to
+the compiler. `octavo.nn.select.STORED_HOW` says what each kind saves. If the code of a module has changed, an activation has hooks, or the ops do not take the operands, the
 module's own operations run: weights, epsilon, children, flags and the code itself are read in each call.
 """
 
