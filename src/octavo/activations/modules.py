@@ -1,8 +1,9 @@
 """Modules that store their activations in FP8 (norms, gated MLPs, activation functions, others) or run fused kernels.
 
 Those that store do not change forward, bit for bit; fused ones round it less often, and compiled graphs leave them to
-the compiler. `octavo.nn.select.STORED_HOW` says what each kind saves. If the code of a module has changed, an activation has hooks, or the ops do not take the operands, the
-module's own operations run: weights, epsilon, children, flags and the code itself are read in each call.
+the compiler. `octavo.nn.select.STORED_HOW` says what each kind saves. If the code of a module has changed, an
+activation has hooks, or the ops do not take the operands, the module's own operations run: weights, epsilon, children,
+flags and the code itself are read in each call.
 """
 
 import inspect
