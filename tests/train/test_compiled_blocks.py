@@ -68,8 +68,7 @@ def compiled(recorder):
 @pytest.mark.parametrize("checkpointing", ["none", *(pytest.param(m, marks=pytest.mark.slow) for m in CHECKPOINTING)])
 def test_equal_blocks_are_one_graph_with_stored_activations(both, aot, checkpointing):
     eager, losses, recorder = both(precision=STORED | {"checkpointing": checkpointing})
-    assert losses == pytest.approx(eager, abs=2e-3)
-    assert compiled(recorder) == [1]
+    assert losses == pytest.approx(eager, abs=2e-3) and compiled(recorder) == [1]
     assert "3 blocks compile, each one graph without a break" in recorder.notes
     assert recorder.result.startup["compile"]["wall"] > 0 and "compile " in " ".join(recorder.notes)
 
@@ -88,8 +87,7 @@ def test_equal_blocks_are_one_graph_with_stored_activations(both, aot, checkpoin
 )
 def test_losses_are_those_of_eager_runs(both, sections, graphs):
     eager, losses, recorder = both(**sections)
-    assert losses == eager
-    assert compiled(recorder) == [graphs]
+    assert losses == eager and compiled(recorder) == [graphs]
 
 
 @pytest.mark.thorough
@@ -191,8 +189,7 @@ def test_passes_of_a_frozen_layer_do_not_end_in_compiled_steps_either():
                 model(x * (1 + 9 * x[:1].abs())).square().sum().backward()
             gradients.append(model[1].weight.grad.clone())
         passes.append([equalizer_of(layer).passes for layer in model])
-    assert all(map(torch.equal, gradients[:9], gradients[9:]))
-    assert passes == [[0, 8], [0, 8]]
+    assert all(map(torch.equal, gradients[:9], gradients[9:])) and passes == [[0, 8], [0, 8]]
 
 
 @pytest.mark.thorough

@@ -77,8 +77,7 @@ def recognized(rows, guard=None):
 @pytest.mark.parametrize("factors", [(2.5, 1.0), (1.4, 10.0), (1.4, 0.1), (1e30, 1.0)])
 def test_a_rise_that_lasts_and_damages_is_a_spike(factors):
     rows = [(3.0 * factors[0], factors[1])] * 9
-    assert recognized(rows) == (4, 1)
-    assert recognized([(3.0, 1.0), *rows]) == (5, 2)
+    assert recognized(rows) == (4, 1) and recognized([(3.0, 1.0), *rows]) == (5, 2)
 
 
 # Steps of a curriculum among them, and the gradient norm alone

@@ -274,14 +274,12 @@ def test_the_origin_of_a_nan(gloo, settings, tmp_path, layer, backward, parallel
     made = settings(parallel=parallel, optim={"micro_batches": 2})
     made["model"]["config"] = PIPELINE
     origins = gloo.run(poisoned_job, 2, made, str(tmp_path / "out"), name, backward)
-    assert origins[0] == origins[1]
-    assert f"output of {name} (first operand: " in origins[0]
+    assert origins[0] == origins[1] and f"output of {name} (first operand: " in origins[0]
 
 
 def test_blocks_are_divided_evenly():
     assert [len(part) for part in divide(10, 4)] == [2, 3, 3, 2]
-    assert [len(part) for part in divide(7, 2)] == [4, 3]
-    assert [len(part) for part in divide(3, 2)] == [2, 1]
+    assert [len(part) for part in divide(7, 2)] == [4, 3] and [len(part) for part in divide(3, 2)] == [2, 1]
     assert [list(part) for part in divide(4, 4)] == [[0], [1], [2], [3]]
     assert stages_of(1, 4, "1F1B") == [1] and stages_of(1, 4, "LoopedBFS") == [1, 5]
     assert stages_of(1, 4, "ZBVZeroBubble") == [1, 6]

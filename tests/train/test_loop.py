@@ -218,8 +218,7 @@ def test_parameters_that_are_not_finite_are_not_saved(make_config, tmp_path):
     message = r"step 1: its update was not finite; .* parameter model\..*No checkpoint was saved: run anew with a lower"
     with pytest.raises(NonFiniteError, match=message) as caught:
         run(config, out=tmp_path)
-    assert caught.value.step == 1
-    assert latest_checkpoint(tmp_path) is None
+    assert caught.value.step == 1 and latest_checkpoint(tmp_path) is None
     assert RunResult.read(tmp_path).stopped == "non-finite"
 
 
@@ -276,8 +275,7 @@ def test_epochs_instead_of_steps(make_config, tmp_path):
 
 def test_a_dry_run_keeps_nothing(make_config, tmp_path):
     config, out = make_config(run={"save_every": 1}), tmp_path / "out"
-    assert run(config, out=out, dry_run=True).steps == 1
-    assert not out.exists()
+    assert run(config, out=out, dry_run=True).steps == 1 and not out.exists()
     run(config, out=out)
     files = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     with pytest.raises(ConfigError, match="already holds a run"):

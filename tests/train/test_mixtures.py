@@ -114,8 +114,7 @@ def test_a_mixed_epoch_has_every_document_once(extra, make_config, files):
         for start in starts:
             stop = next(n for n in range(start, 48) if targets[n] == end)
             seen[data.tokenizer.backend.decode(ids[start : stop + 1])] += 1
-    assert set(seen) == expected
-    assert all(count <= 3 for count in seen.values())
+    assert set(seen) == expected and all(count <= 3 for count in seen.values())
     note = Recorder()
     run(config, out=Path(files["cache"]).parent / "out", progress=note)
     (summary,) = [stage for stage in note.stages if stage.startswith("data: ")]
@@ -153,8 +152,7 @@ def test_other_numbers_of_ranks_see_the_same_documents(gloo, make_config, files,
     gloo.run(job, 2, two, str(tmp_path / "other"), resume=True)
     job(tables, str(tmp_path / "other"), resume=True)
     losses = [[row[2] for row in curve(tmp_path / name)] for name in ("one", "other")]
-    assert losses[0][:3] == losses[1][:3]
-    assert losses[1] == pytest.approx(losses[0], rel=5e-4)
+    assert losses[0][:3] == losses[1][:3] and losses[1] == pytest.approx(losses[0], rel=5e-4)
 
 
 def test_a_streamed_epoch_follows_another_and_chunks_come_from_all_files(make_config, files):

@@ -137,9 +137,11 @@ def test_folders_may_be_elsewhere_and_files_elsewhere_are_not_changed(copied, ma
         (copied / name).rename(tmp_path / name)
         (copied / name).symlink_to(tmp_path / name)
     os.link(copied / "metrics.jsonl", tmp_path / "metrics.jsonl")
+    (copied / ".metrics.jsonl.tmp").symlink_to(tmp_path / "gone")
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert run(make_config(run={"steps": 7}), out=copied, resume=True).steps == 7
     assert (tmp_path / "metrics.jsonl").read_bytes() == before != (copied / "metrics.jsonl").read_bytes()
+    assert not (tmp_path / "gone").exists()
 
 
 @pytest.mark.parametrize(

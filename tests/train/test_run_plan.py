@@ -62,8 +62,7 @@ def test_the_plan_is_what_the_trainer_has(make_config, changes):
     parameters = list(trainer.model.parameters())
     assert plan.largest["parameters"] == sum(p.nbytes for p in parameters)
     assert plan.largest["optimizer states"] == sum(states.values())
-    assert plan.saved == saved.bytes
-    assert plan.tokens == inputs.numel()
+    assert plan.saved == saved.bytes and plan.tokens == inputs.numel()
     assert plan.largest["gradients"] >= sum(p.nbytes for p in parameters)
 
 
@@ -88,8 +87,7 @@ def test_llama_2_7b_fits_80_gb():
     plan = plan_memory(load_config(SEVEN_B))
     assert plan.largest["parameters"] == pytest.approx(2 * 6.738e9, rel=1e-3)
     assert plan.largest["optimizer states"] == pytest.approx(4.08 * 6.738e9, rel=1e-2)
-    assert plan.peak < 72 * 2**30
-    assert plan.saved / plan.tokens / 32 < 66_000
+    assert plan.peak < 72 * 2**30 and plan.saved / plan.tokens / 32 < 66_000
     forecast = plan_step(load_config(SEVEN_B), gpu="h100")
     assert forecast.memory.peak == pytest.approx(plan.peak, rel=0.01)
     assert forecast.fits and forecast.bf16_memory.peak > forecast.gpu.usable and forecast.largest_batch == 3
@@ -140,8 +138,7 @@ def test_within_5_percent_of_pytorchs_tracker(path, precision):
 def test_accumulated_gradients_are_there_throughout(make_config):
     once = plan_memory(make_config(optim={"batch": 2}))
     many = plan_memory(make_config(optim={"batch": 6, "micro_batches": 3}))
-    assert many.batch == once.batch == 2
-    assert many.at_peak["gradients"] > once.at_peak["gradients"]
+    assert many.batch == once.batch == 2 and many.at_peak["gradients"] > once.at_peak["gradients"]
 
 
 def test_blocks_are_planned_as_they_run(make_config):
@@ -178,6 +175,7 @@ def config_file(tmp_path, make_config):
         (["--gpu", "h100", "optim.btach=8"], "did you mean 'batch'"),
         (["--memory", "--device", "gpu"], "device is cuda or cpu; got 'gpu'"),
         (["--memory", "--limit", "0"], "--limit is the memory of the device in GiB"),
+        (["--memory", "--limit", "inf"], "--limit is the memory of the device in GiB"),
         (["--gpu", "h100", "--limit", "-1"], "--limit is the memory of the device in GiB, above 0; got -1"),
         (["--gpu", "h100", "--limit", "24"], "--limit is for --memory"),
         (["--gpu", "h100", "--layers"], "--layers is for --memory"),
@@ -370,8 +368,7 @@ def test_a_rank_holds_its_other_stages():
     beside = held_by_stages("Interleaved1F1B", 4, 2)
     assert [held[PARAMETERS] for held, _ in beside] == [30000, 40000, 10000, 20000]
     for held, _ in beside:
-        assert held[ACTIVATIONS] == held[TEMPORARIES] == 0
-        assert held[GATHERED] == 2 * HIDDEN * 3
+        assert held[ACTIVATIONS] == held[TEMPORARIES] == 0 and held[GATHERED] == 2 * HIDDEN * 3
     # Rank 0 runs both micro-batches through stage 0 before stage 2.
     assert beside[2][1][0] == 2 * ACTIVATIONS_OF[0] + ACTIVATIONS_OF[2]
 

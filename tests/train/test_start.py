@@ -39,16 +39,14 @@ def test_one_process_at_a_time(make_config, tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "out")]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         for resume in (False, True):
             with pytest.raises(ConfigError, match=r"another process is training into .*out"):
                 run(make_config(), out=tmp_path / "out", resume=resume)
         holder.communicate(timeout=60)
     finally:
         holder.kill()
-    assert not (tmp_path / "out").exists()
-    assert run(make_config(), out=tmp_path / "out").steps == 6
+    assert not (tmp_path / "out").exists() and run(make_config(), out=tmp_path / "out").steps == 6
     assert not (tmp_path / "out" / disk.LOCK).exists()
 
 
@@ -130,8 +128,7 @@ def test_sigterm_before_the_first_step(make_config, tmp_path):
                 terminate()
 
     result = run(make_config(), out=tmp_path / "out", progress=Early())
-    assert (result.stopped, result.steps) == ("sigterm", 0)
-    assert RunResult.read(tmp_path / "out") == result
+    assert (result.stopped, result.steps) == ("sigterm", 0) and RunResult.read(tmp_path / "out") == result
     assert latest_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoints" / "step-000000"
     assert run(make_config(), out=tmp_path / "out", resume=True).stopped == "done"
     assert len(read_metrics(tmp_path / "out")) == 6

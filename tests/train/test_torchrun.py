@@ -151,8 +151,7 @@ def test_sigterm_saves_and_one_process_goes_on(written, tmp_path):
     assert [path.name for path in checkpoints(tmp_path / "two")] == [f"step-{stopped.steps:06d}"]
     more = parsed.run.model_copy(update={"steps": stopped.steps + 2})
     result = run(parsed.model_copy(update={"run": more}), out=tmp_path / "two", resume=True)
-    assert result.steps == stopped.steps + 2
-    assert result.losses.final < losses(tmp_path / "two")[0]
+    assert result.steps == stopped.steps + 2 and result.losses.final < losses(tmp_path / "two")[0]
 
 
 @pytest.mark.slow
@@ -169,5 +168,4 @@ def test_an_unreachable_rendezvous(written, tmp_path, rank):
     result = subprocess.run(command, env=os.environ | here, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 2, result.stderr
     assert f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert not (tmp_path / "out").exists()
+    assert "Traceback" not in result.stderr and not (tmp_path / "out").exists()

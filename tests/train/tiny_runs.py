@@ -118,8 +118,7 @@ def saved(out):
 def assert_same(a, b):
     """Bitwise the same weights, masters, moments, loss scale, step, curve, evaluations and samples."""
     first, second = saved(a), saved(b)
-    assert first.keys() == second.keys()
-    assert len(first) > 20
+    assert first.keys() == second.keys() and len(first) > 20
     for name, value in first.items():
         same = torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name]
         assert same, (name, value, second[name]) if not isinstance(value, torch.Tensor) else name
@@ -165,11 +164,11 @@ VARIANTS = [
     {"optim": {"groups": GROUPS}, "precision": {"level": "fp8+activations+optimizer"}},
     {"optim": {"name": "muon", "ema": 0.5}, "precision": {"level": "fp8+activations+optimizer"}},
     {
-        "data": {"packing": "documents", "sequence_length": 48}, "eval": {"every": 2, "fraction": 0.2},
+        "data": {"packing": "documents", "sequence_length": 48}, "eval": {"every": 2, "fraction": 0.2, "batches": 1},
         "precision": {"level": "fp8", "checkpointing": "full"}, "optim": {"micro_batches": 2},
     },
     {
         "sample": {"every": 2, "prompts": ["the leaf"], "tokens": 3, "temperature": 1.0},
-        "precision": {"level": "fp8"}, "eval": {"every": 2, "fraction": 0.3},
+        "precision": {"level": "fp8"}, "eval": {"every": 2, "fraction": 0.3, "batches": 1},
     },
 ]  # fmt: skip

@@ -234,10 +234,9 @@ def _train(
     trainer.between, trainer.saves = Between(stop, ranks, progress), not dry_run
     frozen = frozen_note(trainer.model, config.model.frozen, adapters=config.lora is not None)
     compiled = dict.fromkeys((summary.compiled, trainer.blocks.news()))
-    others = [trainer.attention_note(), trainer.loss_note, *trainer.groups_table]
-    if config.precision.parameters == "fp16" and config.precision.loss_scale == "none":
-        unscaled = 'precision.parameters = "fp16" without a loss scale: small gradients underflow to zero'
-        others.insert(1, f'{unscaled}; set precision.loss_scale = "dynamic"')
+    unscaled = config.precision.parameters == "fp16" and config.precision.loss_scale == "none"
+    underflow = 'fp16 without a loss scale: small gradients underflow to zero; set precision.loss_scale = "dynamic"'
+    others = [trainer.attention_note(), underflow if unscaled else "", trainer.loss_note, *trainer.groups_table]
     for note in filter(None, (summary.converted, *compiled, frozen, *others)):
         progress.note(note)
     spike, failure = None, None
@@ -360,9 +359,9 @@ def _take_steps(
 
 def _evaluate_first(trainer: Trainer, out: Path, progress: Progress) -> None:
     with suppress(StopRequested):  # then nothing has begun
-        measured = trainer.evaluate().items()
-        values = ", ".join(f"{name} " + ("not finite" if v is None else f"{v:.4f}") for name, v in measured)
-        text = f"held out, before the first step: {values}"
+        losses = trainer.evaluate().items()
+        values = (f"{name} not finite" if loss is None else f"{name} {loss:.4f}" for name, loss in losses)
+        text = f"held out, before the first step: {', '.join(values)}"
         trainer.ranks.run_on_rank0(lambda: _record_event(trainer, out, progress, 0, records.EVALUATION, text))
 
 
@@ -448,15 +447,13 @@ def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, pro
     for move in trainer.recipe_changes:
         _record_event(trainer, out, progress, row.step, records.MOVE, f"autopilot, {move}")
     scale = trainer.loss_scale
-    if row.skipped:
-        at, next_scale = f"loss scale {row.loss_scale:g}", f"(next {scale.value:g})"
-        if row.loss is None:
-            reason = f"the loss is not finite, which no loss scale changes ({at} stays)"
-        elif row.grad_norm is None:
-            reason = f"the gradient overflowed at {at} {next_scale}"
-        else:
-            reason = f"the gradient is exactly zero in every parameter at {at} {next_scale}"
+    if row.skipped and row.loss is None:
+        reason = f"the loss is not finite, which no loss scale changes (loss scale {row.loss_scale:g} stays)"
         progress.note(f"step {row.step} skipped: {reason}")
+    elif row.skipped:
+        what = "overflowed" if row.grad_norm is None else "is exactly zero in every parameter"
+        scales = f"at loss scale {row.loss_scale:g} (next {scale.value:g})"
+        progress.note(f"step {row.step} skipped: the gradient {what} {scales}")
     if scale.restored_from is not None:
         text = f"the loss scale fell to {scale.restored_from:g}, at which most gradients underflow: restored to "
         text += f"{scale.value:g}, from before the steps that were skipped"
@@ -466,9 +463,8 @@ def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, pro
 def _record_statistics(trainer: Trainer, step: int, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:
     """Write the statistics of a step and print those that began to cross a limit."""
     findings = metrics.write_statistics(trainer.watch.rows)
-    for finding in findings[:MAX_FINDINGS_SHOWN]:
-        _record_event(trainer, out, progress, step, records.FINDING, str(finding))
-    if len(findings) > MAX_FINDINGS_SHOWN:
-        more = len(findings) - MAX_FINDINGS_SHOWN
-        rest = f"step {step}: {more} more figures crossed a limit: octavo inspect shows them"
-        _record_event(trainer, out, progress, step, records.FINDING, rest)
+    texts = list(map(str, findings[:MAX_FINDINGS_SHOWN]))
+    if (more := len(findings) - MAX_FINDINGS_SHOWN) > 0:
+        texts.append(f"step {step}: {more} more figures crossed a limit: octavo inspect shows them")
+    for text in texts:
+        _record_event(trainer, out, progress, step, records.FINDING, text)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.nn.resident import as_resident
-from octavo.runtime.extras import needs_extras
 from octavo.tensor import local_tensor
 from octavo.train.config.run_config import ConfigError, naming, optional_package
 from octavo.train.config.sections import LoraConfig
@@ -55,16 +55,12 @@ def checkpointed(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save(state: Mapping[str, Tensor], folder: Path) -> None:
-    with needs_extras("octavo train"):
-        from safetensors.torch import save_file
     tensors = {_stored_name(name): value.detach().cpu().contiguous() for name, value in state.items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def load(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     """Read the adapters in a folder, by their names in the model. Raises ConfigError if they are not all there."""
-    with needs_extras("octavo train"):
-        from safetensors.torch import load_file
     stored = load_file(folder / WEIGHTS_FILE)
     names = {_stored_name(name): name for name in checkpointed(model)}
     if missing := sorted(stored.keys() ^ names.keys()):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from octavo.nn import apply_plan, equalized, rule_plan
@@ -248,8 +249,6 @@ def saved_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _each_weight(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
-
     if (folder / SHARDS).exists():
         for name in shards.read_index(folder / SHARDS).state_dict_metadata:
             if name.startswith("model."):
