@@ -4,6 +4,7 @@ import io
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +18,11 @@ from octavo.runtime.terminal import stderr
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+STYLES = {  # Of verdicts on a pair of runs, and on several seeds
+    "within": "bold green", "above": "bold yellow", "below": "bold yellow", "none": "bold red",
+    "indistinguishable": "bold green", "better": "bold green", "worse": "bold red", "inconclusive": "bold yellow",
+}  # fmt: skip
 
 
 class _Group(TyperGroup):
@@ -83,6 +89,16 @@ def show_error(message: str) -> None:
 def print_plain(console: "Console", text: str) -> None:
     """Print text without markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_verdict(console: "Console", sentence: str, verdict: str, notes: Sequence[str] = ()) -> None:
+    """Print a sentence in the colour of its verdict and, below it, notes."""
+    from rich.text import Text
+
+    text = Text(sentence, style=STYLES[verdict])
+    for note in notes:
+        text.append(f"\n  {note}", style="not bold default")
+    console.print(text)
 
 
 def _show_version(requested: bool) -> None:

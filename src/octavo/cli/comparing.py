@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import app, is_first_rank, print_plain, show_error
+from octavo.cli.app import app, is_first_rank, print_plain, print_verdict, show_error
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.exit_codes import verdict
 from octavo.cli.options import Overrides, Shrink, flag, option, path_argument, path_option
@@ -17,7 +17,7 @@ from octavo.runtime.terminal import stderr, stdout
 
 if TYPE_CHECKING:
     from octavo.experiments.compare_verdict import Comparison
-    from octavo.inspect.compare import ArmLosses, LossComparison
+    from octavo.inspect.compare import LossComparison
 
 
 @app.command(epilog=EXAMPLES["compare"])
@@ -98,7 +98,7 @@ def _show_comparisons(comparisons: "list[LossComparison]", as_json: bool) -> Non
         if len(comparisons) > 1:
             print_plain(stdout(), f"{number} of {len(comparisons)}")
         for arm in comparison.arms:
-            _print_verdict(arm, arm.notes)
+            print_verdict(stdout(), arm.sentence, arm.verdict, arm.notes)
         if comparison.extended:
             print_plain(stdout(), comparison.extension)
 
@@ -155,18 +155,6 @@ def _train(
             _show(comparison, folder)
 
 
-STYLES = {"indistinguishable": "bold green", "better": "bold green", "worse": "bold red", "inconclusive": "bold yellow"}
-
-
-def _print_verdict(arm: "ArmLosses", notes: tuple[str, ...]) -> None:
-    from rich.text import Text
-
-    text = Text(arm.sentence, style=STYLES[arm.verdict])
-    for note in notes:
-        text.append(f"\n  {note}", style="not bold default")
-    stdout().print(text)
-
-
 def _show(comparison: "Comparison", folder: Path) -> None:
     from octavo.experiments.compare_report import comparison_rows
     from octavo.experiments.progress_bars import value_table
@@ -174,11 +162,11 @@ def _show(comparison: "Comparison", folder: Path) -> None:
     console = stdout()
     console.print(value_table([run.name for run in comparison.runs], comparison_rows(comparison)))
     for arm in comparison.arms:
-        _print_verdict(arm.losses, arm.notes)
+        print_verdict(console, arm.losses.sentence, arm.losses.verdict, arm.notes)
     if comparison.held_out is not None:
         print_plain(console, "On held-out data:")
         for losses in comparison.held_out.arms:
-            _print_verdict(losses, losses.notes)
+            print_verdict(console, losses.sentence, losses.verdict, losses.notes)
     for note in comparison.notes:
         print_plain(console, note)
     print_plain(console, f"\nreport   {folder / 'report.html'}\nresult   {folder / 'compare.json'}\nruns     {folder}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import app, is_first_rank, print_plain, show_error
+from octavo.cli.app import app, is_first_rank, print_plain, print_verdict, show_error
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.options import Config, Overrides, Shrink, flag, option, path_argument, path_option
 from octavo.runtime.terminal import stderr, stdout
@@ -210,7 +210,7 @@ def demo(
     """
     options = {"run.steps": steps, "precision.recipe": recipe, "run.device": device, "run.seed": seed}
     from octavo.experiments.demo import demo_configs, free_folder, run_demo
-    from octavo.experiments.progress_bars import ProgressBars, summary_table, verdict_text
+    from octavo.experiments.progress_bars import ProgressBars, summary_table
 
     settings = [f"{key}={value}" for key, value in options.items() if value is not None]
     configs = demo_configs([*(overrides or []), *settings], level)
@@ -223,7 +223,10 @@ def demo(
         print_plain(console, "Stopped before both arms were trained: there is no verdict.")
         print_plain(console, f"To finish the arm that was stopped:\n  {result.go_on}")
         return
-    console.print(verdict_text(result.verdict))
+    pair = result.verdict
+    print_verdict(console, pair.sentence, pair.status, () if pair.held_out_sentence else pair.notes)
+    if pair.held_out_sentence:
+        print_verdict(console, pair.held_out_sentence, pair.held_out_status, pair.notes)
     _show_files(console, folder, result.files)
     if any(arm.stopped == "non-finite" for arm in result.arms):
         raise typer.Exit(1)

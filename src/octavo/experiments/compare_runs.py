@@ -27,6 +27,11 @@ from octavo.train.record.progress import Progress
 SHARED_SECTIONS = ("run", "model", "data", "eval")  # Sections that all arms share
 SHARED_KEYS = ("optim.batch",)
 OWN_KEYS = ("model.attention",)  # Of shared sections: how the same model is computed
+NOT_FOR_ARMS = {
+    "run.restarts": "is for octavo train: the command of a comparison that was killed goes on, so leave it out",
+    "eval.patience": "would end arms after unequal steps: leave it out",
+    "run.epochs": "is for octavo train: give a comparison run.steps",
+}
 ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 SETTING_SEPARATOR = re.compile(r"\s+(?=\w+(?:\.\w+)+\s*=)")
 
@@ -46,15 +51,9 @@ def make_arms(
 ) -> list[Arm]:
     """Read a configuration and make the arms of a comparison; the first is the baseline."""
     base = load_config(config, overrides, change=change)
-    if base.run.restarts:
-        raise ConfigError(
-            f"run.restarts = {base.run.restarts} is for octavo train: a comparison that was killed goes on where it is "
-            "started again, so leave it out"
-        )
-    if base.eval is not None and base.eval.patience:
-        raise ConfigError(f"eval.patience = {base.eval.patience} would end arms after unequal steps: leave it out")
-    if base.run.epochs is not None:
-        raise ConfigError(f"run.epochs = {base.run.epochs:g} is for octavo train: give a comparison run.steps")
+    for key, problem in NOT_FOR_ARMS.items():
+        if value := base.flat.get(key):
+            raise ConfigError(f"{key} = {value:g} {problem}")
     chosen_seeds = parse_seeds(seeds, base.run.seed)
     parsed = [parse_arm(arm) for arm in arms]
     names = [name for name, _ in parsed]

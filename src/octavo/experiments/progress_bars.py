@@ -25,14 +25,13 @@ from rich.text import Text
 
 from octavo.experiments.curves import smoothing_window
 from octavo.experiments.run_report import held_out_label, held_out_text, summary_rows
-from octavo.experiments.verdict import PairVerdict, arm_name
+from octavo.experiments.verdict import arm_name
 from octavo.runtime.terminal import table
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.metrics import LOSS, ExpectedStep, RunResult, RunSetup, StepMetrics
 from octavo.train.tasks.registry import task_of
 
 OTHER_COLUMNS = 58  # Characters of a line besides bar and numbers: the label, steps and times
-STATUS_STYLES = {"within": "bold green", "above": "bold yellow", "below": "bold yellow", "none": "bold red"}
 
 
 class _Numbers(ProgressColumn):
@@ -149,13 +148,3 @@ def value_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table
     for row in rows:
         shown.add_row(*row)
     return shown
-
-
-def verdict_text(verdict: PairVerdict) -> Text:
-    """The verdict's sentences and, below them, its notes."""
-    text = Text(verdict.sentence, style=STATUS_STYLES[verdict.status])
-    if verdict.held_out_sentence:
-        text.append(f"\n{verdict.held_out_sentence}", style=STATUS_STYLES[verdict.held_out_status])
-    for note in verdict.notes:
-        text.append(f"\n{note}", style="not bold default")
-    return text
