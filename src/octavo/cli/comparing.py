@@ -124,12 +124,8 @@ def _train(
     folder = out or Path("runs") / f"compare-{name}"
     runs = [arm.folder(seed) for seed in arms[0].configs for arm in arms]
     numbered = lambda run: f"{run} ({runs.index(run) + 1}/{len(runs)})"  # noqa: E731
-    bars = ProgressBars(stderr(), numbered) if is_first_rank() else nullcontext()
     problem, comparison = "", None
-    with bars as progress:
-        if progress is not None:
-            for note in notes:
-                progress.note(note)
+    with ProgressBars(stderr(), numbered, notes) if is_first_rank() else nullcontext() as progress:
         try:
             comparison = run(
                 arms, folder, margin=margin, confidence=confidence / 100, max_seeds=max_seeds, progress=progress

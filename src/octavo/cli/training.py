@@ -110,10 +110,7 @@ def train(
         arguments += ["--best-effort"] if best_effort else []
         raise typer.Exit(_supervised(context, arguments, folder, resume=resume, restarts=settings.run.restarts))
     failure = None
-    with ProgressBars(stderr()) if is_first_rank() else nullcontext() as bars:
-        if bars is not None:
-            for note in notes:
-                bars.note(note)
+    with ProgressBars(stderr(), notes=notes) if is_first_rank() else nullcontext() as bars:
         try:
             result = run(
                 settings, out=folder, resume=resume, progress=bars, startup=STARTUP, dry_run=dry_run,

@@ -53,9 +53,9 @@ class _Numbers(ProgressColumn):
 class ProgressBars:
     """A `Progress` that draws one bar per run; notes appear above the bars. A context manager."""
 
-    def __init__(self, console: Console, label: Callable[[str], str] | None = None) -> None:
+    def __init__(self, console: Console, label: Callable[[str], str] | None = None, notes: Sequence[str] = ()) -> None:
         self._console = console
-        self._label_of = label
+        self._label_of, self._notes = label, notes
         bar = max(8, min(32, console.width - 90))
         self._bars = RichProgress(
             TextColumn("[bold]{task.description}"), BarColumn(bar_width=bar), MofNCompleteColumn(),
@@ -71,6 +71,8 @@ class ProgressBars:
 
     def __enter__(self) -> "ProgressBars":
         self._bars.start()
+        for note in self._notes:
+            self.note(note)
         return self
 
     def __exit__(
