@@ -161,8 +161,6 @@ def _load_data(config: TrainConfig, ranks: Ranks, progress: Progress) -> tuple[T
         progress.note(warning)
     if (held_out := task.held_out) is not None:
         ranks.check_same({"the content of the data to evaluate on": held_out.fingerprint[:12]})
-    if data.skipped:
-        progress.note(f"{data.skipped} files of the data were left out: not UTF-8")
     return config, data
 
 

@@ -1,41 +1,22 @@
-r"""Images of a run as pixels in [-1, 1], alone, with their classes, or with noise.
+"""Images of a run as pixels in [-1, 1], with their classes, with noise, or with conversations about them.
 
-Images are those of files, read with Pillow, scikit-learn's digits, or latents: arrays [C, H, W] in .npy files, as an
-autoencoder made them, already scaled for the model. Every image has the shape that the model takes. Files are decoded
-when they are needed; at the start of a run each is decoded once, so that a damaged one is an error then, and its bytes
-are hashed. Of an animation the first frame counts, and transparency is dropped, as in torchvision and LLaVA.
-
-Classes are those of the digits, or a folder has a folder of images for each. Every fifth image is held out; equal files
-count as one.
-
-A diffusion model predicts the noise in images (DDPM, arXiv 2006.11239):
-
-    x_t = √ᾱ_t · x + √(1 − ᾱ_t) · ε        t, ε and whether the class is left out: a function of (seed, position)
-
-The position of a sample is its number in the order of the run, so ranks, micro-batches and resumed runs see the same.
-
-Images with conversations about them are rows of tokens: the digits with captions, or files in LLaVA's JSON. A row has
-one placeholder token for each feature of the image, where "<image>" is written, and then the conversation:
-
-    <image> … <image>  Describe the image. \n  a handwritten seven <end>
-    labels: ignored                              these
-
-Every turn of a human ends with a line break, every answer with the end token. Answers alone are targets. Rows are
-padded on the right to the length of the run, which a causal model never sees.
+Images are those of files, read with Pillow, scikit-learn's digits, or latents: arrays [C, H, W] in .npy files, scaled
+for the model. At the start of a run each file is decoded once, so that a damaged one is an error then, and hashed.
 """
 
 import hashlib
-import json
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from octavo.nn.causal import IGNORE
@@ -63,6 +44,9 @@ class ImageShape:
     height: int
     width: int
 
+    def patches(self, size: int) -> int:
+        return (self.height // size) * (self.width // size)
+
 
 def image_shape(config: Any) -> ImageShape:
     """The images that a model of a config of Transformers takes. Raises ConfigError if it does not tell their size."""
@@ -74,8 +58,6 @@ def image_shape(config: Any) -> ImageShape:
 
 
 class Images(Protocol):
-    """Images by number."""
-
     fingerprint: str  # Hash of their content
 
     @property
@@ -91,9 +73,10 @@ def split(contents: Sequence[Hashable]) -> tuple[list[int], list[int]]:
     # Examples of one image are on the same side. `contents`: of the image of each example, as in `Images`.
     images: dict[Hashable, int] = {}
     order = [images.setdefault(content, len(images)) for content in contents]
-    held_out = [image % HELD_OUT == HELD_OUT - 1 for image in order]
-    numbers = range(len(order))
-    return [n for n in numbers if not held_out[n]], [n for n in numbers if held_out[n]]
+    sides: tuple[list[int], list[int]] = [], []
+    for number, image in enumerate(order):
+        sides[image % HELD_OUT == HELD_OUT - 1].append(number)
+    return sides
 
 
 def count_and_digest(contents: Sequence[Hashable]) -> list[Any]:
@@ -102,7 +85,6 @@ def count_and_digest(contents: Sequence[Hashable]) -> list[Any]:
 
 
 def check_count(count: int, batch: int, source: str) -> None:
-    """Raise ConfigError for fewer examples to train on than a batch has."""
     if count < batch:
         raise ConfigError(
             f"data.source = {source} has {count} examples to train on (every fifth image is held out), fewer than "
@@ -136,29 +118,22 @@ def hash_files(paths: Sequence[Path]) -> list[bytes]:
     """The SHA-256 of each file. Raises ConfigError for one that cannot be read."""
     digests = {}
     for path in dict.fromkeys(paths):
-        try:
+        with naming(f"the image {str(path)!r} cannot be read", OSError, ValueError):  # of a path with a NUL
             digests[path] = hashlib.sha256(path.read_bytes()).digest()
-        except OSError as error:
-            raise ConfigError(f"the image {path} cannot be read: {error.strerror or error}") from None
-        except ValueError as error:  # a path with a NUL
-            raise ConfigError(f"the image {str(path)!r} cannot be read: {error}") from None
     return [digests[path] for path in paths]
 
 
 def read_unchanged(path: Path, digest: bytes) -> BytesIO:
     """The content of a file. Raises ConfigError if it cannot be read, or is no longer that of `digest`."""
-    # `digest`: of `hash_files`.
-    try:
+    with naming(f"{path} cannot be read", OSError):
         content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     if hashlib.sha256(content).digest() != digest:
         raise ConfigError(f"{path} changed after the run began: restore it and resume, or start a new run")
     return BytesIO(content)
 
 
-class _Files:
-    """Images of files by number, each read once at the start."""
+class _Files(ABC):
+    """Images of files by number, each read once at the start; an `Images`."""
 
     kind: str  # Part of the fingerprint
 
@@ -170,10 +145,10 @@ class _Files:
         for path, content in dict(zip(self._paths, self.contents, strict=True)).items():
             self._read(path, content)
 
-    def _read(self, path: Path, digest: bytes) -> np.ndarray:
-        raise NotImplementedError
+    @abstractmethod
+    def _read(self, path: Path, digest: bytes) -> np.ndarray: ...
 
-    def _arrays(self, numbers: Sequence[int]) -> Tensor:
+    def pixels(self, numbers: Sequence[int]) -> Tensor:
         return torch.from_numpy(np.stack([self._read(self._paths[n], self.contents[n]) for n in numbers]))
 
 
@@ -189,19 +164,23 @@ class ImageFiles(_Files):
         super().__init__(paths, contents, shape)
 
     def pixels(self, numbers: Sequence[int]) -> Tensor:
-        return self._arrays(numbers).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
+        return super().pixels(numbers).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
 
     def _read(self, path: Path, digest: bytes) -> np.ndarray:
-        """uint8 [H, W, C]."""
         from PIL import Image, ImageOps
 
         content = read_unchanged(path, digest)
         try:
             with Image.open(content) as image:
-                upright = _in_8_bits(ImageOps.exif_transpose(image), str(image.format))
+                upright = ImageOps.exif_transpose(image)
+                # Grey in 16 bits, of which Pillow would clip all above 255; PNG has 16 bits at most.
+                if upright.mode.startswith("I;16") or (upright.mode == "I" and image.format == "PNG"):
+                    upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+                if upright.mode in ("I", "F"):  # white may be any number
+                    raise ValueError(f"its pixels have 32 bits (mode {upright.mode}): convert it to 8 or 16 bits")
                 if upright.mode == "P" and isinstance(upright.info.get("transparency"), bytes):
                     upright = upright.convert("RGBA")  # Pillow warns otherwise; the colours are the same
-                resized: Any = upright.convert("RGB" if self._shape.channels == 3 else "L").resize(
+                resized = upright.convert("RGB" if self._shape.channels == 3 else "L").resize(
                     (self._shape.width, self._shape.height), Image.Resampling.BICUBIC
                 )
         except Exception as error:  # of no common type: each decoder fails in its own way
@@ -211,25 +190,8 @@ class ImageFiles(_Files):
         return np.asarray(resized).reshape(self._shape.height, self._shape.width, self._shape.channels)
 
 
-def _in_8_bits(image: Any, file_format: str) -> Any:
-    """The image; if it is grey in 16 bits, its upper eight, which Pillow would clip at 255 instead."""
-    # Raises ValueError for 32 bits, of which white may be any number.
-    from PIL import Image
-
-    if image.mode.startswith("I;16") or (image.mode == "I" and file_format == "PNG"):  # PNG has 16 bits at most
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ValueError(f"its pixels have 32 bits (mode {image.mode}), of any range: convert it to 8 or 16 bits")
-    return image
-
-
 class LatentFiles(_Files):
-    """Latents by number; an `Images`."""
-
     kind = "latents 1"
-
-    def pixels(self, numbers: Sequence[int]) -> Tensor:
-        return self._arrays(numbers)
 
     def _read(self, path: Path, digest: bytes) -> np.ndarray:
         content = read_unchanged(path, digest)
@@ -248,8 +210,6 @@ class LatentFiles(_Files):
 
 
 class LabelledImages:
-    skipped = 0  # Number of files left out
-
     def __init__(
         self, images: Images, labels: Sequence[int], names: Sequence[str], shape: ImageShape, *, shuffle: bool
     ) -> None:
@@ -277,7 +237,6 @@ class LabelledImages:
 
 
 def load_labelled(config: TrainConfig, shape: ImageShape, progress: Progress) -> LabelledImages:
-    """Read the images of a run and their classes, with enough of them for a batch."""
     progress.stage("reading the data")
     data = config.data
     if data.source == DIGITS:
@@ -317,35 +276,30 @@ def load_folder(folder: Path, shape: ImageShape, *, shuffle: bool, progress: Pro
 
 def classes_of(folder: Path) -> dict[str, list[Path]]:
     """The images of each class, by the names of their folders, in order; without hidden files."""
+    where, hidden = f"data.source = {folder}", (".", "__")
     if not folder.is_dir():
-        remedy = 'give one with a folder of images for each class, or "digits"'
-        raise ConfigError(f"data.source = {folder} is no folder: {remedy}")
-    hidden = (".", "__")
+        raise ConfigError(f'{where} is no folder: give one with a folder of images for each class, or "digits"')
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(hidden))
     files: dict[str, list[Path]] = {name: [] for name in names}
     for path in map(Path, files_below(folder)):
         name, *below = path.relative_to(folder).parts
         if below and path.suffix.lower() in (*SUFFIXES, LATENTS):
+            if len(below) > 1:
+                raise ConfigError(
+                    f"{where}: {path.relative_to(folder)} is not in the folder of a class but further below: move the "
+                    "images up, or name the folder that has the folders of the classes"
+                )
             files[name].append(path)
     if empty := [name for name, images in files.items() if not images]:
-        kinds_text = ", ".join((*SUFFIXES, LATENTS))
-        raise ConfigError(f"data.source = {folder}: its folder {empty[0]} has no images ({kinds_text})")
-    if nested := [path for images in files.values() for path in images if path.parent.parent != folder]:
-        raise ConfigError(
-            f"data.source = {folder}: {nested[0].relative_to(folder)} is not in the folder of a class but further "
-            "below: move the images up, or name the folder that has the folders of the classes"
-        )
-    kinds = {name: {file.suffix.lower() == LATENTS for file in images} for name, images in files.items()}
-    if len(set[bool]().union(*kinds.values())) > 1:
-        mixed = next((name for name, kind in kinds.items() if len(kind) > 1), "one folder")
-        raise ConfigError(f"data.source = {folder}: it has both images and latents ({LATENTS}; {mixed}): keep one kind")
+        raise ConfigError(f"{where}: its folder {empty[0]} has no images ({', '.join((*SUFFIXES, LATENTS))})")
+    if len({path.suffix.lower() == LATENTS for images in files.values() for path in images}) > 1:
+        raise ConfigError(f"{where}: it has both images and latents ({LATENTS}): keep one kind")
     if len(files) < 2:
-        raise ConfigError(f"data.source = {folder} has {len(files)} folders: give each class, two or more, a folder")
+        raise ConfigError(f"{where} has {len(files)} folders: give each class, two or more, a folder")
     return files
 
 
 class NoisyImages:
-    skipped = 0  # Number of files left out
     held_out: "NoisyImages | None" = None  # Batches of the held-out images, with their classes; set by who makes both
 
     def __init__(
@@ -382,8 +336,6 @@ CAPTIONS = (  # Prompts and captions of digits
 
 @dataclass(frozen=True)
 class Record:
-    """A conversation about one image."""
-
     image: int  # Number of the image
     # What the human and the model say in turn, human first; the first text has `PLACEHOLDER` once.
     turns: tuple[tuple[str, str], ...]
@@ -399,8 +351,6 @@ class Tokens:
 
 
 class ImageText:
-    skipped = 0  # Number of files left out
-
     def __init__(
         self, records: tuple[Sequence[Record], Sequence[Record]], images: Images, tokenizer: TextTokenizer,
         placeholder: Tokens, *, length: int, shuffle: bool,
@@ -445,7 +395,6 @@ class ImageText:
         return self.rows(range(self.training + first, self.training + min(first + size, self.held_out)))
 
     def rows(self, numbers: Sequence[int]) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Some records, with B rows of S tokens."""
         ids, targets = torch.from_numpy(self._inputs[numbers]), torch.from_numpy(self._targets[numbers])
         pixels = self._images.pixels([self._image_of[number] for number in numbers])
         return {"input_ids": ids, "pixel_values": pixels}, targets
@@ -481,61 +430,50 @@ def digit_records() -> tuple[list[Record], list[Record]]:
     return trained, [record(number, number % len(CAPTIONS)) for number in held_out]
 
 
+class _Turn(BaseModel):
+    speaker: Literal["human", "gpt"] = Field(alias="from")
+    value: str
+
+
+class _Fields(BaseModel):
+    """A record of LLaVA's JSON: {"image": "x.png", "conversations": [{"from": "human", "value": "<image> …"}, …]}."""
+
+    image: str
+    conversations: list[_Turn]
+
+    def turns(self) -> tuple[tuple[str, str], ...]:
+        """What the human and the model say in turn. Raises ValueError if they do not, or for another placeholder."""
+        human, answers = self.conversations[::2], self.conversations[1::2]
+        if not answers or [turn.speaker for turn in self.conversations] != ["human", "gpt"] * len(answers):
+            turns = len(self.conversations)
+            raise ValueError(f'"conversations" has {turns} turns; a human and gpt should speak in turn, gpt last')
+        if (times := sum(turn.value.count(PLACEHOLDER) for turn in human)) != 1:
+            raise ValueError(f"the human has {PLACEHOLDER} {times} times; write it once, where the image is")
+        if any(PLACEHOLDER in turn.value for turn in answers):
+            raise ValueError(f"gpt has {PLACEHOLDER}, which only the human writes")
+        return tuple((one.value, other.value) for one, other in zip(human, answers, strict=True))
+
+
 def read_records(path: Path, folder: Path) -> tuple[list[Record], list[Path]]:
-    r"""Read LLaVA's JSON: `[{"image": "x.png", "conversations": [{"from": "human", "value": "<image>\n…"}, …]}, …]`."""
-    # Returns the records and their images, below `folder`. Errors name the record and the field.
+    """The records of LLaVA's JSON, and their images, below `folder`. Errors name the record and the field."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"data.source = {path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"data.source = {path} is not JSON: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"data.source = {path} is not LLaVA's JSON: it is nested too deeply") from None
-    if not isinstance(content, list) or not content:
-        raise ConfigError(f"data.source = {path}: expected a list of records in LLaVA's JSON, and at least one")
+        content = TypeAdapter(list[_Fields]).validate_json(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.source = {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = f"record {first['loc'][0]} of {path.name}" if first["loc"] else f"data.source = {path}"
+        name = ".".join(map(str, first["loc"][1:]))
+        raise ConfigError(f"{where}{f', {name}' * bool(name)}: {first['msg']}, as in LLaVA's JSON") from None
+    if not content:
+        raise ConfigError(f"data.source = {path} has no record")
     records, paths = [], []
     for number, fields in enumerate(content):
         name = f"record {number} of {path.name}"
-        records.append(Record(number, tuple(_turns(fields, name)), name))
-        image = _field(fields, "image", str, name)
-        paths.append(Path(os.path.abspath(folder / image)))  # without ..
+        with naming(name, ValueError):
+            records.append(Record(number, fields.turns(), name))
+        paths.append(Path(os.path.abspath(folder / fields.image)))  # without ..
         if not paths[-1].is_relative_to(os.path.abspath(folder)):
-            problem = f'"image" is {image!r}, outside of {folder}'
+            problem = f'"image" is {fields.image!r}, outside of {folder}'
             raise ConfigError(f"{name}: {problem}: set data.images to a folder that has all of them")
     return records, paths
-
-
-def _turns(fields: Any, name: str) -> Iterator[tuple[str, str]]:
-    """The turns of a record, in pairs of human and model."""
-    turns = _field(fields, "conversations", list, name)
-    if not turns or len(turns) % 2:
-        raise ConfigError(f'{name}: "conversations" has {len(turns)} turns; a human and gpt speak in turn, gpt last')
-    texts = []
-    for index, turn in enumerate(turns):
-        where = f'{name}, turn {index} of "conversations"'
-        speaker, expected = _field(turn, "from", str, where), ("human", "gpt")[index % 2]
-        if speaker != expected:
-            raise ConfigError(f'{where}: "from" is {speaker!r}; expected "{expected}": a human and gpt speak in turn')
-        texts.append(_field(turn, "value", str, where))
-    if (count := sum(text.count(PLACEHOLDER) for text in texts[::2])) != 1:
-        problem = f'"value" of the human has {PLACEHOLDER} {count} times'
-        raise ConfigError(f"{name}: {problem}; write it once, where the image is")
-    if PLACEHOLDER in "".join(texts[1::2]):
-        raise ConfigError(f'{name}: "value" of gpt has {PLACEHOLDER}, which only the human writes')
-    yield from zip(texts[::2], texts[1::2], strict=True)
-
-
-def _field(fields: Any, key: str, kind: Any, name: str) -> Any:
-    noun = "a list" if kind is list else "a string"
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{name}: expected a table, as in LLaVA's JSON; got {fields!r:.80}")
-    if key not in fields:
-        raise ConfigError(f'{name} has no field "{key}"; it has {", ".join(map(repr, fields)) or "none"}')
-    if not isinstance(fields[key], kind):
-        raise ConfigError(f'{name}: "{key}" should be {noun}, got {fields[key]!r:.80}')
-    try:
-        str(fields[key]).encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f'{name}: "{key}" is not valid Unicode ({error.reason}): {fields[key]!r:.80}') from None
-    return fields[key]

@@ -1,19 +1,18 @@
-"""Tasks with images: their class, by any image classifier of Transformers; the noise in them, by a diffusion
-transformer; or answers to questions about one, by a vision-language model of Transformers in the form of LLaVA.
+"""Tasks with images: their class, the noise in them (diffusion), or answers to questions about one.
 
-The last has a vision tower, a projector and a language model. The features of an image replace the embeddings of as
-many placeholder tokens.
+The last is for models in the form of LLaVA: features of an image replace the embeddings of as many placeholder tokens.
 """
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.nn.causal import IGNORE
 from octavo.train.checkpoint.diffusers_models import IMAGE_GENERATION, library
@@ -34,15 +33,12 @@ SCHEDULE = {"num_train_timesteps": 1000, "beta_start": 1e-4, "beta_end": 0.02, "
 
 
 class ImageTask(Task):
-    """What tasks of images with classes share."""
-
     unit = "images"
     digit_fields: ClassVar[dict[str, Any]]  # Fields of the model's config where not configured, for the digits
     classes_field: ClassVar[str]  # The field with the number of classes
 
     @classmethod
     def shape(cls, config: TrainConfig) -> images.ImageShape:
-        """The images that the model takes; the digits are taken as they are."""
         assert cls.kind.classes  # makes its config known
         return images.image_shape(model_config(config.model, cls.digit_fields if config.data.source == DIGITS else {}))
 
@@ -52,7 +48,6 @@ class ImageTask(Task):
         return SimpleNamespace(names=names, shape=cls.shape(config))
 
     def build_for_classes(self, fields: Mapping[str, Any], *, weights: bool) -> Any:
-        """Build the model with these fields, of as many classes as the data has."""
         own = self.digit_fields if self.config.data.source == DIGITS else {}
         model = build_of_kind(self.config, self.kind, {**own, **fields}, weights=weights)
         if (classes := getattr(model.config, self.classes_field)) != len(self.data.names):
@@ -75,9 +70,6 @@ class ImageTask(Task):
 class ImageClassification(ImageTask):
     """Predict the class of an image; the data is a `LabelledImages`."""
 
-    # The loss is the cross-entropy of `model(pixel_values=inputs).logits` in fp32. The metric is `accuracy`: the share
-    # of the held-out images of which the class with the largest logit is the label.
-
     kind = IMAGE_CLASSIFICATION
     digit_fields = DIGIT_FIELDS
     classes_field = "num_labels"
@@ -94,17 +86,16 @@ class ImageClassification(ImageTask):
         return self.build_for_classes({} if configured else names, weights=weights)
 
     def loss(self, forward: Forward, inputs: Tensor, targets: Tensor, **arguments: Tensor) -> Tensor:
-        """The cross-entropy of images [B,C,H,W] with labels [B]."""
         logits = forward(pixel_values=self.cast(inputs), **arguments).logits
         return F.cross_entropy(logits.float(), targets)
 
     def data_size(self) -> DataSize:
         return DataSize(rows=len(self.data.training))
 
-    def positions(self, model: Any) -> int:
+    def positions(self, model: nn.Module) -> int:
         """Patches of an image and the class token, where the model has square patches; else 1."""
         patch, shape = getattr(model.config, "patch_size", None), self.data.shape
-        return (shape.height // patch) * (shape.width // patch) + 1 if isinstance(patch, int) else 1
+        return shape.patches(patch) + 1 if isinstance(patch, int) else 1
 
     def evaluate(self, forward: Forward, device: torch.device) -> dict[str, float]:
         """Accuracy on the held-out images, if there are any: there are none of fewer than five."""
@@ -119,10 +110,7 @@ class ImageClassification(ImageTask):
 
 
 class ImageGeneration(ImageTask):
-    """Predict the noise in an image, given its class and the timestep; the data is a `NoisyImages`."""
-
-    # The loss is the mean squared error of the noise in fp32 (L_simple of DDPM). With `[eval]`, it is measured on the
-    # held-out images, with the same noise and timesteps each time.
+    """Predict the noise in an image, given its class and the timestep (DDPM); the data is a `NoisyImages`."""
 
     kind = IMAGE_GENERATION
     digit_fields = {"sample_size": 8, "in_channels": 1}  # noqa: RUF012
@@ -155,13 +143,11 @@ class ImageGeneration(ImageTask):
         sample, counts = self.cast(inputs["sample"]), targets != IGNORE
         predicted: Tensor = forward(sample, timestep=inputs["timestep"], class_labels=targets.clamp(min=0)).sample
         errors = (predicted.float() - inputs["noise"]).square().flatten(1).mean(1)
-        loss: Tensor = (errors * counts).sum() / counts.sum()
-        return loss
+        return (errors * counts).sum() / counts.sum()
 
     def positions(self, model: Any) -> int:
-        patch, shape = int(model.config["patch_size"]), self.data.shape
-        positions: int = (shape.height // patch) * (shape.width // patch)
-        return positions
+        shape: images.ImageShape = self.data.shape
+        return shape.patches(int(model.config["patch_size"]))
 
     @property
     def held_out(self) -> NoisyImages | None:
@@ -183,20 +169,17 @@ EXACT_MATCH = "caption exact match"
 class ImageTextTask(TextTask):
     """Predict the answers in conversations about images; the data is an `ImageText`."""
 
-    # The loss is the cross-entropy of the answers' tokens, a mean over all of them in the batch. Metrics on the
-    # held-out records: `loss`, and `caption exact match`, the share of records whose answers greedy decoding gives
-    # exactly. It does if, and only if, each token of them has the largest logit behind the tokens before it: one
-    # forward tells.
+    # `caption exact match` is the share of held-out records whose answers greedy decoding gives exactly: each of their
+    # tokens has the largest logit behind the tokens before it, which one forward tells.
 
     kind = IMAGE_TEXT
 
-    def __init__(self, config: TrainConfig, data: Any) -> None:
+    def __init__(self, config: TrainConfig, data: object) -> None:
         super().__init__(config, data)
-        self._settings = settings(config, data.tokenizer)
+        self._settings = settings(config, self.data.tokenizer)
 
     @classmethod
     def load(cls, config: TrainConfig, progress: Progress) -> ImageText:
-        """Read and tokenize the records, and decode every image once."""
         progress.stage("reading the data")
         data, batch = config.data, config.optim.batch
         if data.source == DIGITS:
@@ -209,7 +192,8 @@ class ImageTextTask(TextTask):
         if folder := data.tokenizer or config.model.path:
             tokenizer = load_tokenizer(hub_folder(folder))
         else:
-            tokenizer = train_tokenizer((_text(record) for record in training), data.vocab_size)
+            texts = ("\n".join(chain.from_iterable(record.turns)) for record in training)
+            tokenizer = train_tokenizer((text.replace(PLACEHOLDER, "") for text in texts), data.vocab_size)
         model_settings = settings(config, tokenizer)
         shape = images.image_shape(model_settings.vision_config)
         pictures: images.Images
@@ -243,12 +227,12 @@ class ImageTextTask(TextTask):
         pixels = torch.zeros((size, shape.channels, shape.height, shape.width), device=device)
         return {"input_ids": ids, "pixel_values": pixels}, torch.zeros_like(ids)
 
-    def prepare(self, model: Any, loss: str) -> str:
+    def prepare(self, model: nn.Module, loss: str) -> str:
         return prepare_loss(model, loss)
 
-    def loss(self, forward: Forward, inputs: Mapping[str, Tensor], targets: Tensor, **arguments: Any) -> Tensor:
-        arguments = {"use_cache": False} | arguments
-        loss: Tensor = forward(**self._inputs(inputs), labels=targets, shift_labels=targets, **arguments).loss
+    def loss(self, forward: Forward, inputs: Mapping[str, Tensor], targets: Tensor, **arguments: object) -> Tensor:
+        arguments = {"use_cache": False} | self._inputs(inputs) | arguments
+        loss: Tensor = forward(**arguments, labels=targets, shift_labels=targets).loss
         return loss
 
     def data_size(self) -> DataSize:
@@ -256,7 +240,6 @@ class ImageTextTask(TextTask):
 
     @property
     def uneven(self) -> bool:
-        """Answers differ in length."""
         return True
 
     def evaluate(self, forward: Forward, device: torch.device) -> dict[str, float]:
@@ -313,13 +296,7 @@ def fields(config: TrainConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
 
 def image_tokens(model_settings: Any) -> int:
     """Features that a model makes of an image: of its patches, and of a class token where towers have one."""
-    vision, patch = model_settings.vision_config, int(model_settings.vision_config.patch_size)
-    shape = images.image_shape(vision)
-    patches = (shape.height // patch) * (shape.width // patch)
+    vision = model_settings.vision_config
     has_class_token = "siglip" not in vision.model_type
     leaves_first_out = getattr(model_settings, "vision_feature_select_strategy", "full") == "default"
-    return patches + int(has_class_token) - int(leaves_first_out)
-
-
-def _text(record: images.Record) -> str:
-    return "\n".join(text.replace(PLACEHOLDER, "") for turn in record.turns for text in turn)
+    return images.image_shape(vision).patches(int(vision.patch_size)) + int(has_class_token) - int(leaves_first_out)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.planner.fake import unpacked_sequences
 from octavo.train.checkpoint.kinds import LANGUAGE
@@ -22,16 +22,13 @@ from octavo.train.tasks.task import Forward, TextTask
 
 
 class Language(TextTask):
-    """Predict the next token; the data are `Sequences`."""
-
-    # The loss is the model's own: `model(input_ids=inputs, labels=targets, shift_labels=targets).loss`, including
-    # router losses and z-losses of its configuration.
+    """Predict the next token; the data are `Sequences`. The loss is the model's own, with router and z-losses."""
 
     kind = LANGUAGE
     causal = True
     file_unit = "bytes"
 
-    def __init__(self, config: TrainConfig, data: Any) -> None:
+    def __init__(self, config: TrainConfig, data: object) -> None:
         super().__init__(config, data)
         self._arguments: dict[str, Any] = {}
         self._varlen = False
@@ -42,8 +39,7 @@ class Language(TextTask):
 
     @property
     def held_out(self) -> Sequences | None:
-        held_out: Sequences | None = getattr(self.data, "held_out", None)
-        return held_out
+        return getattr(self.data, "held_out", None)
 
     def build(self, *, weights: bool = True) -> Any:
         return build_model(self.config, self.data.tokenizer, weights=weights)
@@ -75,19 +71,18 @@ class Language(TextTask):
     def uneven(self) -> bool:
         return self.config.data.masks_targets
 
-    def prepare(self, model: Any, loss: str) -> str:
+    def prepare(self, model: nn.Module, loss: str) -> str:
         note = prepare_loss(model, loss)
         self.adapt(model)
         return note
 
-    def adapt(self, model: Any) -> None:
+    def adapt(self, model: nn.Module) -> None:
         """Learn whether it has a cache to leave out, and variable-length attention."""
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._arguments = {"use_cache": False} if takes_cache else {}
         self._varlen = is_varlen(model)
 
     def loss(self, forward: Forward, inputs: Tensor, targets: Tensor, **arguments: Tensor) -> Tensor:
-        """The model's own loss of ids [B,S], or ids and positions [B,S,2], with the next tokens [B,S]."""
         packed = inputs.dim() == 3 or bool(arguments)
         arguments = self._arguments | arguments
         with self._documents(inputs) if packed else unpacked_sequences():
@@ -95,7 +90,6 @@ class Language(TextTask):
         return loss
 
     def logits(self, forward: Forward, inputs: Tensor, **arguments: Tensor) -> Tensor:
-        """The logits [B,S,V] of ids [B,S], or of ids and positions [B,S,2]."""
         with self._documents(inputs):
             logits: Tensor = forward(**_named(inputs), **(self._arguments | arguments)).logits
         return logits

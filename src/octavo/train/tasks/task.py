@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.train.checkpoint.kinds import ModelKind
 from octavo.train.config.run_config import ConfigError, TrainConfig
@@ -29,44 +29,32 @@ class Data(Protocol):
 
     fingerprint: str
     """Hash of the content."""
-    skipped: int
-    """Number of files left out."""
 
     @property
-    def files(self) -> Mapping[str, list[Any]]:
+    def files(self) -> Mapping[str, list[int | str]]:
         """Size and digest of each part of the data by name, to name the one that changed before a resume."""
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Inputs, Tensor]:
         """Inputs and targets of step 0, 1, …: tensors of `size` rows; inputs may be several, by name."""
 
 
-class HeldOut(Protocol):
-    """Held-out data, in rows like those of `Data`."""
-
-    fingerprint: str
-    """Hash of the content."""
+class HeldOut(Data, Protocol):
+    """Held-out data, in rows like those of `Data`, always the same."""
 
     @property
     def windows(self) -> int:
         """Number of rows."""
 
-    def batch(self, seed: int, step: int, size: int) -> tuple[Inputs, Tensor]:
-        """Rows step · size … of a fixed order, as `Data.batch`."""
-
 
 class Task(ABC):
     """What a run learns: its data, model, loss and metrics."""
-
-    # A batch is two tensors with the sequences, or images, as rows; the inputs may be a mapping of names to tensors.
-    # Every row has the same number of targets, so that the mean over micro-batches and ranks is the mean over targets;
-    # else the task is `uneven`, and the trainer weighs.
 
     kind: ClassVar[ModelKind]  # The models that can learn it
     unit: ClassVar[str] = "tokens"  # What the targets are, as "tokens"
     causal: ClassVar[bool] = False  # Whether the model must not see later tokens
     file_unit: ClassVar[str] = "examples"  # What the sizes in `Data.files` count
 
-    def __init__(self, config: TrainConfig, data: Any) -> None:
+    def __init__(self, config: TrainConfig, data: object) -> None:
         self.config = config
         self.data: Any = data
 
@@ -93,12 +81,12 @@ class Task(ABC):
     def loss(self, forward: Forward, inputs: Inputs, targets: Tensor, **arguments: Tensor) -> Tensor:
         """The loss of a micro-batch: a scalar, the mean over its targets, in fp32."""
 
-    def prepare(self, model: Any, loss: str) -> str:
+    def prepare(self, model: nn.Module, loss: str) -> str:
         """Make a model compute the loss "chunked" or "whole"; returns a note for the user, or ""."""
         # Raises ConfigError for a model that cannot learn the task.
         return ""
 
-    def adapt(self, model: Any) -> None:  # noqa: B027
+    def adapt(self, model: nn.Module) -> None:  # noqa: B027
         """Learn from a model how `loss` and `logits` call it, as `prepare` does; the model stays as it is."""
 
     def logits(self, forward: Forward, inputs: Inputs, **arguments: Tensor) -> Tensor:
@@ -109,7 +97,7 @@ class Task(ABC):
         """How many of `unit` a batch has."""
         return targets.numel()
 
-    def positions(self, model: Any) -> int:
+    def positions(self, model: nn.Module) -> int:
         """Positions of the model for each row of a batch, to estimate the costs of its layers."""
         return self.config.data.sequence_length
 
@@ -131,7 +119,7 @@ class Task(ABC):
 
     @property
     def uneven(self) -> bool:
-        """Whether some targets are `octavo.nn.causal.IGNORE`, which do not count."""
+        """Whether some targets are `octavo.nn.causal.IGNORE`, so that the trainer weighs micro-batches and ranks."""
         return False
 
     @property
@@ -161,7 +149,7 @@ class TextTask(Task):
     @classmethod
     def stand_in(cls, config: TrainConfig) -> Any:
         """The vocabulary, which may still have to be trained."""
-        tokenizer: Any = SimpleNamespace(size=config.data.vocab_size, end_id=0)  # as if it were trained
+        tokenizer: object = SimpleNamespace(size=config.data.vocab_size, end_id=0)  # as if it were trained
         if config.data.tokenizer is not None:
             tokenizer = load_tokenizer(hub_folder(config.data.tokenizer))
         elif config.model.path is not None:
