@@ -20,7 +20,7 @@ def write_lines(folder, lines, name="a"):
 
 
 def texts(loaded):
-    stream = loaded._read(0, loaded.tokens).tolist()
+    stream = loaded._read(0, loaded.tokens, loaded._ids).tolist()
     return str(loaded.tokenizer.backend.decode(stream, skip_special_tokens=False)).split("<|endoftext|>")[:-1]
 
 

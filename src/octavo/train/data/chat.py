@@ -1,17 +1,9 @@
 """Conversations to tokens: a chat template, and which of its tokens are targets.
 
-    <|user|>                        ignored
-    What does `len` do?<eos>        ignored
-    <|assistant|>                   ignored
-    Counts the items.<eos>          targets: what the model writes, with the token that ends its turn
-
-A token is a target if any of its characters is in a span of the assistant. Spans are those between `{% generation %}`
-and `{% endgeneration %}`. In a template without these tags, a span is what a message adds to the rendering of the
-messages before it, with the generation prompt; such a rendering has to be the beginning of the next one.
-
-Tool calls are OpenAI's, with `arguments` as an object, and text only for a template that takes no object. Templates
-ignore fields that they do not know. So each new shape of a conversation is also rendered with marks as the names of its
-tools, tool calls and reasoning: a mark that is not in the text is an error.
+A token is a target if any of its characters is in a span of the assistant: between `{% generation %}` and
+`{% endgeneration %}`, or without these tags what a message adds to the rendering of the messages before it, with the
+generation prompt. Templates ignore fields that they do not know, so each new shape of a conversation is also rendered
+with marks as the names of its tools, tool calls and reasoning: a mark that is not in the text is an error.
 """
 
 import copy
@@ -19,13 +11,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from os.path import commonprefix
 from typing import Any
 
 import numpy as np
 
-from octavo.train.config.run_config import ConfigError, one_line
+from octavo.train.config.run_config import ConfigError, naming, one_line
 from octavo.train.config.sections import Data, expand
 from octavo.train.data.tokenizer import TextTokenizer
 
@@ -62,7 +55,7 @@ CONVERSATION_LIMIT = 4 << 20
 class Conversation(str):
     """A conversation as a document, which `conversation_text` writes."""
 
-    where: object = None  # Its file and line, for errors
+    where: object = ""  # Its file and line, for errors
 
 
 class Chat:
@@ -80,34 +73,30 @@ class Chat:
             )
 
     def encode(self, conversations: list[str]) -> list[tuple[list[int], np.ndarray | None]]:
-        """The ids of conversations, as `conversation_text` writes them, and which of these are targets."""
-        # Targets are bool arrays as long as the ids; None with `loss_on = "all"`. Raises ConfigError for a conversation
-        # that the template does not take, or of which no token is a target.
-        rendered = [self._render(conversation) for conversation in conversations]
+        """The ids of conversations, as `conversation_text` writes them, and which are targets: bool, None for all."""
+        # Raises ConfigError for a conversation that the template does not take, or of which no token is a target.
+        rendered = []
+        for conversation in conversations:
+            with _at(getattr(conversation, "where", "")):
+                rendered.append(self._render(conversation))
         encoded = self._hf(
             [text for text, _ in rendered], add_special_tokens=False, return_attention_mask=False, verbose=False,
             return_offsets_mapping=self._assistant,
         )  # fmt: skip
         if not self._assistant:
             return [(ids, None) for ids in encoded["input_ids"]]
-        pairs: list[tuple[list[int], np.ndarray | None]] = []
-        rows = zip(conversations, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        for conversation, (text, spans), ids, offsets in rows:
-            targets = _overlaps(len(text), spans, offsets)
-            if not targets.any():
-                reason = "the chat template marks no text of the assistant in"
-                raise ConfigError(f"{_place(conversation)}{reason} {_shown(conversation)}")
-            pairs.append((ids, targets))
-        return pairs
+        targets = [
+            _overlaps(len(text), spans, offsets)
+            for (text, spans), offsets in zip(rendered, encoded["offset_mapping"], strict=True)
+        ]
+        for conversation, mask in zip(conversations, targets, strict=True):
+            if not mask.any():
+                with _at(getattr(conversation, "where", "")):
+                    raise ConfigError(f"the chat template marks no text of the assistant in {_shown(conversation)}")
+        return [*zip(encoded["input_ids"], targets, strict=True)]
 
     def _render(self, conversation: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the spans of the assistant in it."""
-        try:
-            return self._rendered(*_parts(conversation))
-        except ConfigError as error:
-            raise ConfigError(f"{_place(conversation)}{error}") from None
-
-    def _rendered(self, messages: Messages, tools: Messages) -> tuple[str, list[tuple[int, int]]]:
+        messages, tools = _parts(conversation)
         self._check_complete(messages, tools)
         text, spans = self._apply(messages, tools, tagged=self._tagged and self._assistant)
         if len(text) > CONVERSATION_LIMIT:
@@ -119,7 +108,7 @@ class Chat:
         return text, spans
 
     def _apply(
-        self, messages: Messages, tools: Any, *, tagged: bool = False, prompt: bool = False
+        self, messages: Messages, tools: Messages, *, tagged: bool = False, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -128,7 +117,7 @@ class Chat:
             try:
                 form = _with_text_arguments(messages) if as_text else messages
                 rendered: Any = render_jinja_template(
-                    [form], tools=tools or None, chat_template=self._template, return_assistant_tokens_mask=tagged,
+                    [form], tools=[*tools] or None, chat_template=self._template, return_assistant_tokens_mask=tagged,
                     add_generation_prompt=prompt, **self._hf.special_tokens_map,
                 )  # fmt: skip
                 break
@@ -213,17 +202,17 @@ class Chat:
 def chat_template(data: Data, tokenizer: TextTokenizer | None) -> str:
     """The template of `data.chat_template`, else of the tokenizer; None for a tokenizer that is still to be trained."""
     # Raises ConfigError if there is none, or it is not a Jinja template.
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     if data.chat_template == PLAIN:
         return PLAIN_TEMPLATE
     where = "the tokenizer"
     if data.chat_template is not None:
         path = expand(data.chat_template)
         where = f"data.chat_template = {path}"
-        try:
+        with naming(f"{where} cannot be read", OSError, UnicodeDecodeError):
             template = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f'{where} cannot be read: {reason}; give a Jinja file, or "{PLAIN}"') from None
     else:
         if tokenizer is None or tokenizer.pretrained is None or not tokenizer.pretrained.chat_template:
             what = "a tokenizer that is trained on the data has" if tokenizer is None else "the tokenizer has"
@@ -233,26 +222,19 @@ def chat_template(data: Data, tokenizer: TextTokenizer | None) -> str:
             template = tokenizer.pretrained.get_chat_template()
         except ValueError as error:  # several without a default
             raise ConfigError(f"the tokenizer's chat template: {one_line(error)}; set data.chat_template") from None
-    _check_template(where, template)
-    return template
-
-
-def _check_template(where: str, template: str) -> None:
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     try:
         render_jinja_template([[{"role": "user", "content": ""}]], chat_template=template)
     except TemplateSyntaxError as error:
         reason = f"line {error.lineno}: {error.message}"
         raise ConfigError(f"{where}: the chat template is not valid Jinja: {reason}") from None
     except Exception:  # it may not take this conversation: those of the data will tell
-        return
+        pass
     if not template.strip():
         raise ConfigError(f"{where}: the chat template is empty")
+    return template
 
 
-def messages_of(row: Mapping[str, Any], name: str) -> Any:
+def messages_of(row: Mapping[str, object], name: str) -> object:
     """The messages of a row: its field `name`, its ShareGPT "conversations", or those of an Alpaca instruction."""
     value = row.get(name)
     if value is None and name == MESSAGES:
@@ -260,12 +242,45 @@ def messages_of(row: Mapping[str, Any], name: str) -> Any:
     if value is not None or not isinstance(row.get("instruction"), str) or not row.get("output"):
         return value
     texts = (row["instruction"], row.get("input"))
-    question = "\n\n".join(text for text in texts if text)
+    question = "\n\n".join(str(text) for text in texts if text)
     return [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
 
 
-def _renamed(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of ShareGPT, {"from": "human", "value": …}, with role and content; others as they are."""
+def conversation_text(where: object, messages: object, tools: object = None) -> Conversation:
+    """A conversation as a document: JSON of its messages, or of `{"messages": …, "tools": …}` if it has tools."""
+    # Raises ConfigError, beginning with `where`, for anything but a list of messages, with a role and a content or tool
+    # calls, of which one is the assistant's, and a list of tools.
+    listed, rows = _decoded(messages), []
+    with _at(where):
+        if not isinstance(listed, list) or not listed:
+            raise ConfigError(f'expected messages, as [{{"role": "user", "content": "…"}}, …]; got {messages!r:.80}')
+    for number, message in enumerate(map(_decoded, listed)):
+        with _at(where, f"message {number}"):
+            rows.append(_message(message))
+    with _at(where):
+        if all(row["role"] != "assistant" for row in rows):
+            roles = ", ".join(dict.fromkeys(row["role"] for row in rows))
+            raise ConfigError(f'no message has the role "assistant", so that there is nothing to learn ({roles})')
+        schemas = _functions(TOOLS, tools) if tools else []
+    text = Conversation(json.dumps({"messages": rows, "tools": schemas} if schemas else rows, ensure_ascii=False))
+    text.where = where
+    return text
+
+
+@contextmanager
+def _at(*place: object) -> Iterator[None]:
+    """Begin an error with the place, which is written only then: it may have to count the lines of a file."""
+    try:
+        yield
+    except ConfigError as error:
+        where = ", ".join(filter(None, map(str, place)))
+        raise ConfigError(f"{where}: {error}" if where else f"{error}") from None
+
+
+def _message(message: object) -> dict[str, Any]:
+    """A message without null fields, with role and content; of ShareGPT, {"from": "human", "value": …}, renamed."""
+    if not isinstance(message, dict):
+        raise ConfigError(f'expected {{"role": …, "content": …}}; got {message!r:.80}')
     row = {key: value for key, value in message.items() if value is not None}
     if "role" not in row and isinstance(row.get("from"), str):
         role = row.pop("from")
@@ -274,43 +289,19 @@ def _renamed(message: Mapping[str, Any]) -> dict[str, Any]:
             row[CALLS] = row.pop("value")
     if "content" not in row and "value" in row:
         row["content"] = row.pop("value")
+    older = row.pop(CALL, None)
+    if calls := _functions(CALLS, row.pop(CALLS, None) or ([{"function": older}] if older else [])):
+        row = {"content": "", **row, CALLS: calls}
+    for key in ("role", "content"):
+        if key not in row:
+            raise ConfigError(f'no "{key}", only {", ".join(map(repr, row)) or "nothing"}')
+    for key in ("role", "content", *REASONING):
+        if not isinstance(row.get(key, ""), str):
+            raise ConfigError(f'"{key}" should be text, got {row[key]!r:.80}')
     return row
 
 
-def conversation_text(where: object, messages: Any, tools: Any = None) -> Conversation:
-    """A conversation as a document: JSON of its messages, or of `{"messages": …, "tools": …}` if it has tools."""
-    # Fields that are null are left out. Raises ConfigError, beginning with `where`, for anything but a list of
-    # messages, with a role and a content or tool calls, of which one is the assistant's, and a list of tools.
-    listed = _decoded(messages)
-    if not isinstance(listed, list) or not listed:
-        form = '[{"role": "user", "content": "…"}, …]'
-        raise ConfigError(f"{where}: expected messages, as {form}; got {messages!r:.80}")
-    rows = []
-    for number, message in enumerate(map(_decoded, listed)):
-        place = f"{where}, message {number}"
-        if not isinstance(message, dict):
-            raise ConfigError(f'{place}: expected {{"role": …, "content": …}}; got {message!r:.80}')
-        row = _renamed(message)
-        older = row.pop(CALL, None)
-        if calls := _functions(place, CALLS, row.pop(CALLS, None) or ([{"function": older}] if older else [])):
-            row = {"content": "", **row, CALLS: calls}
-        for key in ("role", "content"):
-            if key not in row:
-                raise ConfigError(f'{place} has no "{key}"; it has {", ".join(map(repr, row)) or "none"}')
-        for key in ("role", "content", *REASONING):
-            if not isinstance(row.get(key, ""), str):
-                raise ConfigError(f'{place}: "{key}" should be text, got {row[key]!r:.80}')
-        rows.append(row)
-    if all(row["role"] != "assistant" for row in rows):
-        roles = ", ".join(dict.fromkeys(row["role"] for row in rows))
-        raise ConfigError(f'{where}: no message has the role "assistant", so that there is nothing to learn ({roles})')
-    schemas = _functions(str(where), TOOLS, tools) if tools else []
-    text = Conversation(json.dumps({"messages": rows, "tools": schemas} if schemas else rows, ensure_ascii=False))
-    text.where = where
-    return text
-
-
-def _decoded(value: Any) -> Any:
+def _decoded(value: object) -> object:
     """The value of JSON text; other text, and what is no text, as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -318,23 +309,22 @@ def _decoded(value: Any) -> Any:
         return value
 
 
-def _functions(where: str, name: str, value: Any) -> Messages:
+def _functions(name: str, value: object) -> Messages:
     """The tools, or the tool calls, of the field `name`, as `{"type": "function", "function": …}`."""
     items: Messages = []
     field = "arguments" if name == CALLS else "parameters"
     listed = _decoded(value) or []
-    listed = [listed] if isinstance(listed, dict) else listed
-    for number, item in enumerate(map(_decoded, listed) if isinstance(listed, list) else [value]):
-        item = item if not isinstance(item, dict) or "function" in item else {"type": "function", "function": item}
-        function = item["function"] if isinstance(item, dict) else None
-        function = dict(function) if isinstance(function, dict) else {}
+    for number, item in enumerate(map(_decoded, listed) if isinstance(listed, list) else [listed]):
+        fields = item if isinstance(item, dict) else {}
+        fields = fields if "function" in fields else {"type": "function", "function": fields}
+        function = dict(fields["function"]) if isinstance(fields["function"], dict) else {}
         if name == CALLS:
             unknown = function.keys() & {"parameters", "input"}
             function["arguments"] = None if unknown else _decoded(function.get("arguments") or "{}") or {}
         if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments", {}), dict):
             form = f'"{name}" should be [{FUNCTION % field}, …]'
-            raise ConfigError(f"{where}: {form}, and item {number} is {item!r:.120}")
-        items.append(item | {"function": function})
+            raise ConfigError(f"{form}, and item {number} is {item!r:.120}")
+        items.append(fields | {"function": function})
     return items
 
 
@@ -350,20 +340,17 @@ def _parts(conversation: str) -> tuple[Messages, Messages]:
     return (value["messages"], value["tools"]) if isinstance(value, dict) else (value, [])
 
 
-def _place(conversation: str) -> str:
-    """The beginning of an error: the file and the line of a conversation that is from one."""
-    where = getattr(conversation, "where", None)
-    return "" if where is None else f"{where}: "
-
-
-def contents(conversations: Iterable[str | None]) -> Iterator[str | None]:
-    """The texts of messages without roles and template, and their tools, to train a tokenizer on."""
-    for text in conversations:
-        messages, tools = _parts(text or "[]")
+def contents(documents: Iterable[str | None]) -> Iterator[str | None]:
+    """Text, and of conversations the texts of messages without roles and template, to train a tokenizer on."""
+    for text in documents:
+        if not isinstance(text, Conversation):
+            yield text
+            continue
+        messages, tools = _parts(text)
         values = [row[key] for row in messages for key in (*REASONING, "content", CALLS) if key in row]
         values += [tools] * bool(tools)
         texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values)
-        yield text if text is None else "\n".join(texts)
+        yield "\n".join(texts)
 
 
 def fingerprint(template: str, loss_on: str) -> str:

@@ -1,32 +1,20 @@
-"""Text to batches: the sequences of each step, and the part of the documents that is held out.
+"""Text to batches: the sequences of each step.
 
 The tokenized documents (`token_cache.py`), each followed by the end-of-document token, form one stream of ids. Window i
-is the `sequence_length + 1` ids from i · sequence_length. Inputs are all but its last id, targets all but its first.
-Every id except the first is a target once; a rest shorter than a window is not used. Attention crosses document
-borders inside a window, as usual in pretraining; not with `data.packing = "documents"` (below).
-
-The batch of a step is a function of (seed, step): sample k of the run is window k mod n of epoch k div n, and a
-counter-based generator keyed on (seed, epoch) permutes the windows of an epoch. So the loader has no state to save, and
-a resumed run reads the same batches as an uninterrupted one.
-
-With `[eval]` and no source of its own, the documents with the smallest hashes of their text are held out, in a stream
-of their own.
-
-With `data.packing = "documents"` whole documents are packed into sequences, so that attention stays inside each:
+is the `sequence_length + 1` ids from i · sequence_length; inputs are all but its last id, targets all but its first. A
+rest shorter than a window is not used. With `data.packing = "documents"` whole documents are packed into sequences:
 
     row          a b c … | x y … | (rest)
     position     0 1 2 …   0 1 …   0 1 …       restarts with each document; Transformers masks attention by it
     target       b c … .   y … .   ignored
 
-A document with more targets than a sequence is cut into pieces of that many, each with the last id of the piece before
-it as its first input. Pieces are packed by best fit, longest first (arXiv 2404.10830), and rows are in the order of
-their first pieces: two microseconds and 24 bytes per document, at each start. With `data.packing = "none"` each piece
-has a row of its own. Of conversations a piece without any target is left out.
+A longer document is cut into pieces, each with the last id of the piece before it as its first input. Pieces are packed
+by best fit, longest first (arXiv 2404.10830). Of conversations a piece without any target is left out.
 """
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -51,8 +39,7 @@ class Sequences(ABC):
     tokenizer: TextTokenizer  # The tokenizer of the ids
     fingerprint: str  # Hash of the content, the tokenizer, and what is held out of it
     # Size and digest of the files of the data by name, to name the one that changed before a resume.
-    files: Mapping[str, list[Any]]
-    skipped: int = 0  # Number of files left out because they are not UTF-8
+    files: Mapping[str, list[int | str]]
     held_out: "Sequences | None" = None  # What the run is evaluated on, if anything
     documents: int | None = None  # Number of documents; None if it is not known before the run
     tokens: int | None = None  # Number of their tokens, likewise
@@ -77,7 +64,7 @@ class Sequences(ABC):
         """What a checkpoint keeps: the files, and what a resume would have to find out again."""
         return {"files": dict(self.files)}
 
-    def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Take over `state`. Raises ConfigError if it is not of this data."""
 
     @property
@@ -106,58 +93,50 @@ class Sequences(ABC):
 
 
 class Corpus(Sequences):
-    """Tokenized documents of one source, cut into windows."""
-
     def __init__(
         self, text: TokenizedText, data: Data, *, shuffle: bool,
         chosen: np.ndarray | None = None, fingerprint: str | None = None, which: str = "",
     ) -> None:  # fmt: skip
         length = data.sequence_length
-        self.tokenizer, self.files, self.skipped = text.tokenizer, text.files, text.skipped
-        self.fingerprint = fingerprint or text.fingerprint
-        # folder: The entry of the cache.
-        # hashes: A hash of the text of each document of the source: uint64.
+        self.tokenizer, self.files, self.fingerprint = text.tokenizer, text.files, fingerprint or text.fingerprint
+        # hashes: Of the text of each document of the source: uint64. folder: The entry of the cache.
         self.hashes, self.folder = text.hashes, text.folder
         self.documents = len(text.ends) if chosen is None else int(chosen.sum())  # Number of documents
         self._ids, self._counts, self._length = text.ids, text.targets, length
         self._share = text.target_count / len(text.ids)
         self._first, self._offsets = _runs(text.ends, chosen)
         self.tokens = int(self._offsets[-1])  # Number of their ids, end tokens included
+        self.cut = 0  # Number of documents that are longer than a packed row
         self._packed = None
+        self._numbers: Sequence[int] | np.ndarray = range((self.tokens - 1) // length)  # Windows to take
         if data.packing != "stream":
             first, own = np.concatenate([[0], text.ends[:-1]]), slice(None) if chosen is None else chosen
             self._packed = PackedRows(
                 text.ids, first[own], text.ends[own], length, text.tokenizer.end_id, counts=text.targets,
                 packed=data.packing == "documents",
             )  # fmt: skip
-        # Number of documents that are longer than a packed row.
-        self.cut = 0 if self._packed is None else self._packed.cut
-        count = (self.tokens - 1) // length if self._packed is None else len(self._packed)
-        # Windows of conversations without a target are left out.
-        masked = self._packed is None and self._counts is not None
-        self._numbers = None
-        if masked:
-            learned = (self._read(row * length + 1, (row + 1) * length + 1, self._counts).any() for row in range(count))
+            self.cut, self._numbers = self._packed.cut, range(len(self._packed))
+        elif (counts := text.targets) is not None:  # of conversations only those with a target
+            bounds = ((row * length + 1, (row + 1) * length + 1) for row in self._numbers)
+            learned = (self._read(start, stop, counts).any() for start, stop in bounds)
             self._numbers = np.flatnonzero(np.fromiter(learned, bool))
-        self._windows = count if self._numbers is None else len(self._numbers)
-        if self._windows < 1:
+        if not len(self._numbers):
             raise NoSequencesError(
                 f"data.sequence_length = {length} is longer than the data{which}: it has {self.tokens} tokens in "
                 f"{self.documents} documents, of which a sequence needs one more than its length"
             )
-        self._order = EpochOrder(self._windows, shuffle=shuffle)
+        self._order = EpochOrder(len(self._numbers), shuffle=shuffle)
 
     @property
     def windows(self) -> int:
-        return self._windows
+        return len(self._numbers)
 
-    def row(self, seed: int, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Window k mod n of epoch k div n, permuted."""
-        row = self._order.rows(seed, sample, 1)[0]
+    def row(self, seed: int, sample: int) -> tuple[Tensor, Tensor]:
+        row = int(self._numbers[self._order.rows(seed, sample, 1)[0]])
         if self._packed is not None:
             return self._packed.row(row)
-        start = (row if self._numbers is None else int(self._numbers[row])) * self._length
-        ids = torch.from_numpy(self._read(start, start + self._length + 1).astype(np.int64))
+        start = row * self._length
+        ids = torch.from_numpy(self._read(start, start + self._length + 1, self._ids).astype(np.int64))
         targets = ids[1:].clone()
         if self._counts is not None:
             counts = self._read(start + 1, start + self._length + 1, self._counts)
@@ -169,9 +148,7 @@ class Corpus(Sequences):
         counts = (counted_noun(self.documents, "document"), f"{counted_noun(self.tokens, 'token')}{targets}")
         return ", ".join((*counts, counted_noun(self.windows, "sequence")))
 
-    def _read(self, start: int, stop: int, values: np.ndarray | None = None) -> np.ndarray:
-        """Ids start … stop of the chosen documents, one after the other, or other values of these ids."""
-        values = self._ids if values is None else values
+    def _read(self, start: int, stop: int, values: np.ndarray) -> np.ndarray:
         run = int(np.searchsorted(self._offsets, start, "right")) - 1
         parts = []
         while start < stop:
@@ -218,7 +195,7 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self._rows) - 1
 
-    def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def row(self, index: int) -> tuple[Tensor, Tensor]:
         """Ids and positions, int64 [length, 2], and targets, int64 [length], of one row."""
         length = self._length
         inputs = np.stack([np.full(length, self._fill), np.arange(length)], 1)

@@ -1,22 +1,17 @@
-"""Read documents as a stream: pieces of text, and None after the last piece of each document.
+"""Read documents as a stream: pieces of text, and None after the last piece of each document, alone if it has no text.
 
-A document without text is a None with no piece before it, so a reader of the stream can count it. No reader holds more
-than a row (`ROW_LIMIT` at most) or `CHUNK` bytes of a file: text files are decoded by chunks, .jsonl is parsed by
-lines, Parquet is decoded by pages, and the pages of a memory-mapped Arrow file are dropped after reading.
+No reader holds more than a row (`ROW_LIMIT` at most) or `CHUNK` bytes of a file.
 """
 
-import codecs
 import io
 import json
-import mmap
 import os
-from collections.abc import Callable, Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
-
-import numpy as np
+from typing import IO, TYPE_CHECKING
 
 from octavo.numerics.suggestions import nearest
 from octavo.train.config.run_config import ConfigError
@@ -26,14 +21,16 @@ from octavo.train.data.chat import ALPACA, MESSAGES, SHAREGPT, TOOLS, conversati
 if TYPE_CHECKING:
     import hashlib
 
+    import pyarrow
+
 FILE_KINDS = {".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".json", ".ndjson", ".arrow"}  # Files that hold text
 Stream = Iterator[str | None]
 OnBytesRead = Callable[[int], None]  # Called with the number of bytes just read
 CHUNK = 1 << 20  # Bytes read at once
 ROW_LIMIT = 32 << 20  # Longest row in UTF-8 bytes: parsing one takes several times its size in memory
 BATCH_ROWS = 64  # Rows of a Parquet file that are decoded at once; dictionary encoding hides how long they are
-DROP_PAGES_AFTER = 16 << 20  # Bytes of a memory-mapped file after which its pages are dropped
 CONVERSATIONS = {"messages", "conversation", "conversations"}  # Usual names of a column with conversations
+NO_TEXT = re.compile("[\0\udc80-\udcff]")  # NUL, and bytes that are not UTF-8 as "surrogateescape" reads them
 
 
 class NoSequencesError(ConfigError):
@@ -66,43 +63,20 @@ def is_compressed(path: str | Path) -> bool:
 
 
 def _open(path: str) -> IO[bytes]:
-    """Open a file to read it front to back, decompressed."""
     file = open(path, "rb", buffering=CHUNK)
     if not is_compressed(path):
         return file
     from pyarrow import CompressedInputStream
 
-    unpacked: Any = CompressedInputStream(file, "gzip" if path.lower().endswith(".gz") else "zstd")
-    return io.BufferedReader(unpacked, CHUNK)
+    return io.BufferedReader(CompressedInputStream(file, "gzip" if path.lower().endswith(".gz") else "zstd"), CHUNK)
 
 
-def hash_file(path: str, digest: "hashlib._Hash", on_bytes_read: OnBytesRead, *, kind: str) -> None:
-    """Add a file's content to `digest`. Raises ConfigError for a .txt or .jsonl that is not UTF-8 or has NULs."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+def hash_file(path: str, digest: "hashlib._Hash", on_bytes_read: OnBytesRead) -> None:
     with reading(path), _open(path) as file:
         digest.update(f"{os.path.getsize(path)}\0".encode())
-        start, line, piece = 0, 1, b"\0"
-        while piece:
-            piece = file.read(CHUNK)
+        while piece := file.read(CHUNK):
             digest.update(piece)
             on_bytes_read(len(piece))
-            if kind in (".txt", ".jsonl"):
-                if not start and piece.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    raise ConfigError(f"{path} is UTF-16 text: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
-                if b"\0" in piece:
-                    line += piece.count(b"\n", 0, piece.index(0))
-                    raise ConfigError(f"{path} is not text: byte {start + piece.index(0)} is NUL (line {line})")
-                pending = len(decoder.getstate()[0])
-                try:
-                    decoder.decode(piece, final=not piece)
-                except UnicodeDecodeError as error:
-                    line += piece.count(b"\n", 0, max(0, error.start - pending))
-                    raise ConfigError(
-                        f"{path} is not UTF-8 text: byte {start - pending + error.start} in line {line} "
-                        f"({error.reason}); convert it, or leave it out"
-                    ) from None
-            start += len(piece)
-            line += piece.count(b"\n")
 
 
 @contextmanager
@@ -114,8 +88,6 @@ def reading(path: str) -> Iterator[None]:
         yield
     except (OSError, ArrowException) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error.reason})") from None
 
 
 @dataclass(frozen=True)
@@ -136,228 +108,183 @@ class Column:
 
     @property
     def note(self) -> str:
-        """What rows without a document lack."""
         what = "messages" if self.messages else "text"
         return f'rows have no {what} in field "{self.name}" (missing, null or empty)'
 
     def fields(self, names: Collection[str]) -> list[str]:
-        """The fields that hold the document in rows with these names."""
-        if not self.messages:
-            return [self.name]
+        """The fields that hold the document in rows with these names. Raises ConfigError if there are none, or two."""
         fields = [self.name]
-        if self.name not in names and self.name == MESSAGES and SHAREGPT in names:
-            fields = [SHAREGPT]
-        elif self.name not in names and {"instruction", "output"} <= {*names}:
-            fields = [name for name in ALPACA if name in names]
-        return fields + [TOOLS] * (TOOLS in names)
+        if self.messages and self.name not in names:
+            if self.name == MESSAGES and SHAREGPT in names:
+                fields = [SHAREGPT]
+            elif {"instruction", "output"} <= {*names}:
+                fields = [name for name in ALPACA if name in names]
+        if (count := [*names].count(fields[0])) > 1:
+            raise ConfigError(f'"{self.source}" has {count} columns "{fields[0]}": rename all but the one to read')
+        if count:
+            return fields + [TOOLS] * (self.messages and TOOLS in names)
+        talks = CONVERSATIONS & set(names) if not self.messages else ()
+        raise NoFieldError(
+            f'"{self.source}" has no field "{self.name}"{nearest(self.name, names)} '
+            f"(fields: {', '.join([*names][:50]) or 'none'}): set data.{'messages' if self.messages else 'text'}_field"
+            + (', or for conversations data.format = "messages"' if talks else "")
+        )
 
-    def text(self, where: object, row: dict[str, Any]) -> str | None:
+    def text(self, where: object, row: Mapping[str, object]) -> str | None:
         """The document of a row; None or "" if it has none. Raises ConfigError, beginning with `where`."""
         value = messages_of(row, self.name) if self.messages else row.get(self.name)
         if self.messages and value is not None:
             value = conversation_text(where, value, row.get(TOOLS))
-        if value is not None and not isinstance(value, str):
+        if value is None:
+            return None
+        if not isinstance(value, str):
             hint = '; of conversations? set data.format = "messages"' if isinstance(value, list) else ""
             raise ConfigError(f'{where}: field "{self.name}" is not text but {type(value).__name__}{hint}')
         try:
-            size = len((value or "").encode("utf-8"))
+            size = len(value.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise ConfigError(f"{where}: the text is not valid Unicode ({error.reason})") from None
         if size > ROW_LIMIT:
-            raise ConfigError(f"{where} {_too_long()}")
+            raise _too_long(where)
         return value
 
-    def missing(self, fields: Collection[str]) -> NoFieldError:
-        names = ", ".join(list(fields)[:50]) or "none"
-        talks = CONVERSATIONS & set(fields) if not self.messages else ()
-        return NoFieldError(
-            f'"{self.source}" has no field "{self.name}"{nearest(self.name, fields)} (fields: {names}): set '
-            f"data.{'messages' if self.messages else 'text'}_field"
-            + (', or for conversations data.format = "messages"' if talks else "")
-        )
+
+def _too_long(where: object) -> ConfigError:
+    problem = f"{where} is longer than {ROW_LIMIT >> 20} MiB"
+    return ConfigError(
+        f"{problem}: cut it into several rows, or put the text into a .txt file, which is read in pieces"
+    )
 
 
 def read_documents(blocks: Collection[Block], kind: str, column: Column) -> Stream:
     """The documents of some files, or parts of files, of one kind. Raises ConfigError for bad data."""
-    if kind == ".jsonl":
-        yield from _json_documents(blocks, column)
-        return
-    for block in blocks:
-        if kind == ".txt":
-            # A file is one document, with its line ends as they are and without a byte order mark.
-            with reading(block.path), io.TextIOWrapper(_open(block.path), encoding="utf-8-sig", newline="") as file:
-                while text := file.read(CHUNK):
-                    yield text
+    if kind == ".txt":
+        for block in blocks:
+            yield from _text(block.path)
             yield None
-            continue
-        for rows in parquet_rows(block, column) if kind == ".parquet" else _arrow_rows(block.path, column):
-            yield from rows_as_documents(rows)
-
-
-def rows_as_documents(rows: list[str | None]) -> Stream:
-    for text in rows:
-        if text:
+        return
+    rows = _json_rows(blocks, column) if kind == ".jsonl" else _table_rows(blocks, kind, column)
+    for where, row in rows:
+        if text := column.text(where, row):
             yield text
         yield None
 
 
+def _text(path: str) -> Iterator[str]:
+    """The text of a file by chunks, with its line ends as they are and without a byte order mark."""
+    line = 1
+    with (
+        reading(path),
+        io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
+    ):
+        while text := file.read(CHUNK):
+            if bad := NO_TEXT.search(text):
+                line += text.count("\n", 0, bad.start())
+                raise ConfigError(
+                    f"{path} is not UTF-8 text: line {line} has a byte {ord(bad[0]) & 0xFF:#04x}; convert it (UTF-16: "
+                    "iconv -f UTF-16 -t UTF-8), or leave it out"
+                )
+            line += text.count("\n")
+            yield text
+
+
 @dataclass(frozen=True)
 class Line:
-    """A line of a file, for error messages."""
+    """A line of a file, for error messages; it is counted when one is written."""
 
     path: str
-    number: int  # Counted from 1, at byte `start`
-    start: int = 0  # Where the lines before it were not read
+    start: int  # Bytes before it
 
     def __str__(self) -> str:
-        with reading(self.path), open(self.path, "rb") as file:
-            skipped, left = 0, self.start
+        number, left = 1, self.start
+        with reading(self.path), _open(self.path) as file:
             while left and (piece := file.read(min(left, CHUNK))):
-                skipped, left = skipped + piece.count(b"\n"), left - len(piece)
-        return f"{self.path}, line {skipped + self.number}"
+                number, left = number + piece.count(b"\n"), left - len(piece)
+        return f"{self.path}, line {number}"
 
 
 def lines_of(block: Block) -> Iterator[tuple[Line, bytes]]:
-    """The lines that begin in a part of a file, without blank ones; LF, CRLF and CR end a line."""
-    path, number = block.path, 0
-    with reading(path), _open(path) as file:
-        if block.start:
-            file.seek(block.start - 1)
+    """The lines that begin in a part of a file, without blank ones."""
+    with reading(block.path), _open(block.path) as file:
+        start = block.start
+        if start:
+            file.seek(start - 1)
             while (rest := file.readline(CHUNK)) and not rest.endswith(b"\n"):
                 pass
-        position = start = file.tell() if block.start else 0
-        while (block.stop is None or position < block.stop) and (line := file.readline(ROW_LIMIT + 2)):
+            start = file.tell()
+        while (block.stop is None or start < block.stop) and (line := file.readline(ROW_LIMIT + 2)):
+            where = Line(block.path, start)
             if len(line) > ROW_LIMIT and not line.endswith(b"\n"):
-                raise ConfigError(f"{Line(path, number + 1, start)} {_too_long()}")
-            position += len(line)
-            if not number and not start:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            for part in line.removesuffix(b"\n").removesuffix(b"\r").split(b"\r"):
-                number += 1
-                if part.strip():
-                    yield Line(path, number, start), part
+                raise _too_long(where)
+            start += len(line)
+            if line.strip():
+                yield where, line
 
 
-def _json_documents(blocks: Collection[Block], column: Column) -> Stream:
-    """The document of each line. Raises ConfigError for a line that is no object, and a field in no row."""
+def _json_rows(blocks: Collection[Block], column: Column) -> Iterator[tuple[Line, dict[str, object]]]:
+    """The row of each line. Raises ConfigError for a line that is no object, and a field in no row."""
     fields: dict[str, None] = {}
-    empty = True
     for where, line in (item for block in blocks for item in lines_of(block)):
         try:
-            row = json.loads(line.decode("utf-8"))
+            row = json.loads(line.decode("utf-8-sig"))
             reason = f"is no JSON object but {type(row).__name__}"
         except (ValueError, RecursionError) as error:
             row, reason = None, f"is not JSON ({getattr(error, 'msg', error)})"
         if not isinstance(row, dict):
             raise ConfigError(f"{where.path} cannot be read: {where} {reason}")
-        empty = False
         if len(fields) < 1000:
             fields |= dict.fromkeys(row)
-        if text := column.text(where, row):
-            del line, row  # of which the memory is needed for the tokens
-            yield text
-        yield None
-    if empty:
-        raise NoSequencesError(f'data.source = "{column.source}" is empty: no rows')
-    if not {*column.fields(fields)} <= fields.keys():
-        raise column.missing(fields)
+        del line  # of which the memory is needed for the tokens
+        yield where, row
+    if fields:
+        column.fields(fields)
 
 
-def _too_long() -> str:
-    problem = f"is longer than {ROW_LIMIT >> 20} MiB"
-    return f"{problem}: cut it into several rows, or put the text into a .txt file, which is read in pieces"
-
-
-def parquet_rows(block: Block, column: Column) -> Iterator[list[str | None]]:
-    """The documents of a Parquet file, or of some row groups of it, some rows at a time."""
-    # Raises ConfigError if the column is missing or holds something else.
+def _table_rows(blocks: Collection[Block], kind: str, column: Column) -> Iterator[tuple[str, dict[str, object]]]:
+    """The rows of Parquet files, of row groups of them, or of Arrow streams, as `datasets` saves them."""
+    import pyarrow
     from pyarrow import parquet
 
-    with reading(block.path), parquet.ParquetFile(block.path, pre_buffer=False, buffer_size=CHUNK) as file:
-        fields = check_column(column, file.schema_arrow)
-        metadata = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        mean = max(1, sum(group.total_byte_size for group in metadata) // max(1, file.metadata.num_rows))
-        size = max(1, min(BATCH_ROWS, CHUNK // mean))
-        groups = list(range(block.start, len(metadata) if block.stop is None else block.stop))
-        first = sum(group.num_rows for group in metadata[: block.start])
-        for batch in file.iter_batches(batch_size=size, row_groups=groups, columns=fields, use_threads=False):
-            yield from _row_texts(block.path, first, batch, column, fields)
-            first += len(batch)
+    for path, start, stop in ((block.path, block.start, block.stop) for block in blocks):
+        with reading(path):
+            if kind == ".arrow":
+                stream = pyarrow.ipc.open_stream(pyarrow.memory_map(path))
+                fields, row = column.fields(stream.schema.names), 0
+                batches = (batch.select(fields) for batch in stream)
+            else:
+                file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK)
+                fields = column.fields(file.schema_arrow.names)
+                groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+                row = sum(group.num_rows for group in groups[:start])
+                size = max(1, CHUNK * file.metadata.num_rows // max(1, sum(group.total_byte_size for group in groups)))
+                batches = file.iter_batches(
+                    batch_size=min(BATCH_ROWS, size), row_groups=range(len(groups))[start:stop], columns=fields,
+                    use_threads=False,
+                )  # fmt: skip
+            for part in (part for batch in batches for part in _parts(batch)):
+                if part.nbytes > ROW_LIMIT:
+                    raise _too_long(f"{path}, row {row} (from 0)")
+                part.validate(full=True)  # UTF-8 and every offset: a damaged file would read beyond its memory
+                for values in part.to_pylist():
+                    yield f"{path}, row {row} (from 0)", {key: _without_nulls(value) for key, value in values.items()}
+                    row += 1
 
 
-def _arrow_rows(path: str, column: Column) -> Iterator[list[str | None]]:
-    """The documents of an Arrow stream, as `datasets` saves it, some rows at a time. Raises as `parquet_rows`."""
-    import pyarrow
-
-    with reading(path), open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            raise ConfigError(f"{path} cannot be read: it is empty")
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        stream = pyarrow.ipc.open_stream(pyarrow.py_buffer(pages))
-        fields = check_column(column, stream.schema)
-        first = read = 0
-        for batch in stream:
-            for start in range(0, len(batch), 1 << 16):
-                for rows in _row_texts(path, first + start, batch.slice(start, 1 << 16), column, fields):
-                    yield rows
-                    read += sum(len(text) for text in rows if text)
-                    if read > DROP_PAGES_AFTER and hasattr(pages, "madvise"):
-                        pages.madvise(mmap.MADV_DONTNEED)
-                        read = 0
-            first += len(batch)
+def _parts(batch: "pyarrow.RecordBatch") -> Iterator["pyarrow.RecordBatch"]:
+    """Parts of a batch of at most `CHUNK` bytes, or of one row."""
+    batch.validate()
+    if batch.nbytes > CHUNK and len(batch) > 1:
+        half = len(batch) // 2
+        yield from _parts(batch.slice(0, half))
+        yield from _parts(batch.slice(half))
+    else:
+        yield batch
 
 
-def _row_texts(path: str, first: int, batch: Any, column: Column, fields: list[str]) -> Iterator[list[str | None]]:
-    """The documents of some rows of a table, which begin at row `first` of the file."""
-    from pyarrow import compute
-
-    if column.messages:
-        for start in range(0, len(batch), BATCH_ROWS):
-            part = batch.select(fields).slice(start, BATCH_ROWS)
-            part.validate(full=True)
-            rows = enumerate(map(_without_nulls, part.to_pylist()), first + start)
-            yield [column.text(f"{path}, row {number} (from 0)", row) for number, row in rows]
-        return
-    texts = batch.column(column.name)
-    texts.validate()
-    lengths = np.asarray(compute.fill_null(compute.binary_length(texts), 0), dtype=np.int64)
-    if len(lengths) and (lengths.max() > ROW_LIMIT or lengths.min() < 0):
-        raise ConfigError(f"{path}, row {first + int(lengths.argmax())} (from 0) {_too_long()}")
-    # About `CHUNK` bytes of text at a time.
-    ends = np.flatnonzero(np.diff(np.cumsum(lengths) // CHUNK)) + 1
-    for start, stop in zip([0, *ends], [*ends, len(texts)], strict=True):
-        part = texts.slice(start, stop - start)
-        part.validate(full=True)  # UTF-8 and every offset: a damaged file would read beyond its memory
-        yield part.to_pylist()
-
-
-def _without_nulls(value: Any) -> Any:
-    """A row of a table without null fields: structs have the fields of all rows."""
+def _without_nulls(value: object) -> object:
+    """A value of a table without null fields: structs have the fields of all rows."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return value
-
-
-def check_column(column: Column, schema: Any) -> list[str]:
-    """The fields of a document in an Arrow schema."""
-    # Raises ConfigError if it has not one such column, of strings or of lists of messages.
-    import pyarrow
-
-    fields, source = column.fields(schema.names), column.source
-    field = fields[0]
-    if field not in schema.names:
-        raise column.missing(schema.names)
-    if (columns := schema.names.count(field)) > 1:
-        raise ConfigError(f'"{source}" has {columns} columns "{field}": rename all but the one to read')
-    kind = schema.field(field).type
-    if column.messages:
-        types, text = pyarrow.types, (pyarrow.string(), pyarrow.large_string())
-        item = kind.value_type if types.is_list(kind) or types.is_large_list(kind) else None
-        content = item or kind  # messages as JSON are text, or an extension type of it
-        if not (item and types.is_struct(item)) and getattr(content, "storage_type", content) not in text:
-            raise ConfigError(f'field "{field}" of "{source}" is no list of messages but {kind}')
-    elif kind not in (pyarrow.string(), pyarrow.large_string()):
-        raise ConfigError(f'field "{field}" of "{source}" is not text but {kind}')
-    return fields

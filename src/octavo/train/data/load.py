@@ -1,16 +1,9 @@
-"""The data of a run: its sources, their tokenizer, what is held out of them, and their mixture.
-
-A mixture draws samples in blocks of `BLOCK` (docs/training.md). The picks of a source are spread evenly over the block,
-each at a random place of its own part of it. Sample k is from source i, and its sequence is sample j of that source,
-where j counts the earlier picks of i. Both are a function of (seed, k), so a resume needs no state. Weights are of
-sequences, which are of equal length; padding and ignored targets are not counted.
-"""
+"""The data of a run: its sources, their tokenizer, what is held out of them, and their mixture."""
 
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,96 +29,83 @@ def load_corpus(data: Data, model: Model, progress: Progress, evaluation: EvalCo
     meter = ReadProgress(progress)
     folder, parts = data.tokenizer or model.path, data.parts
     tokenizer = None if folder is None else load_tokenizer(hub_folder(folder))
-    if tokenizer is None and len(parts) > 1 and not data.streaming:
-        tokenizer = _train_tokenizer(parts, meter)
     own = evaluation is not None and evaluation.has_own_data
     loaded: list[Corpus | StreamedCorpus]
     if data.streaming:
-        loaded = [StreamedCorpus(part, _given(tokenizer, evaluation), progress) for part in parts]
+        if tokenizer is None:
+            raise ConfigError(
+                "data.streaming = true reads the data during the run, and a tokenizer would be trained on all of it "
+                "before: set data.tokenizer to the folder of one, or leave data.streaming out"
+            )
+        if evaluation is not None and not own:
+            raise ConfigError(
+                "[eval] without a source holds out a share of all documents, which data.streaming = true does not know "
+                "before the first step: set eval.source, or leave data.streaming out"
+            )
+        loaded = [StreamedCorpus(part, tokenizer, progress) for part in parts]
     else:
-        texts = [open_tokens(part, meter, progress, tokenizer) for part in parts]
+        if tokenizer is None and len(parts) > 1:
+            tokenizer = _train_tokenizer(parts, meter)
+        texts = [open_tokens(part, meter, tokenizer) for part in parts]
         corpora = _training(texts, parts, None if own else evaluation)
-        for part, of_part in zip(parts, corpora, strict=True):
-            if of_part.cut:
+        for part, corpus in zip(parts, corpora, strict=True):
+            if corpus.cut:
                 progress.note(
-                    f"{of_part.cut:,} of the {of_part.documents:,} documents of {part.source} are longer than "
+                    f"{corpus.cut:,} of the {corpus.documents:,} documents of {part.source} are longer than "
                     "data.sequence_length and are cut: a piece does not see those before it"
                 )
         loaded = [*corpora]
     weights = [(part.source, part.weight) for part in data.sources]
-    corpus: Sequences = loaded[0] if len(loaded) == 1 else Mixture(loaded, weights)
+    sequences: Sequences = loaded[0] if len(loaded) == 1 else Mixture(loaded, weights)
     if evaluation is not None and own:
-        corpus.held_out = _evaluation(data, evaluation, corpus.tokenizer, loaded, meter, progress)
-    return corpus
-
-
-def _given(tokenizer: TextTokenizer | None, evaluation: EvalConfig | None) -> TextTokenizer:
-    """The tokenizer of streamed data. Raises ConfigError for what would need all of the data before the first step."""
-    if tokenizer is None:
-        raise ConfigError(
-            "data.streaming = true reads the data during the run, and a tokenizer would be trained on all of it "
-            "before: set data.tokenizer to the folder of one, or leave data.streaming out"
-        )
-    if evaluation is not None and not evaluation.has_own_data:
-        raise ConfigError(
-            "[eval] without a source holds out a share of all documents, which data.streaming = true does not know "
-            "before the first step: set eval.source, or leave data.streaming out"
-        )
-    return tokenizer
+        sequences.held_out = _evaluation(data, evaluation, sequences.tokenizer, loaded, meter)
+    return sequences
 
 
 def _train_tokenizer(parts: tuple[Data, ...], meter: ReadProgress) -> TextTokenizer:
     meter.stage("reading the data")
     sources = [open_source(part, meter) for part in parts]
     with tempfile.TemporaryDirectory(prefix="octavo-") as scratch:
-        folders = [Path(scratch) / str(number) for number in range(len(sources))]
         return train_on(
-            lambda: chain.from_iterable(map(lambda source, folder: source.plain_text(folder), sources, folders)),
+            lambda: (text for number, source in enumerate(sources) for text in source.read(Path(scratch, str(number)))),
             parts[0].vocab_size, meter,
         )  # fmt: skip
 
 
 def _training(texts: list[TokenizedText], parts: Sequence[Data], evaluation: EvalConfig | None) -> list[Corpus]:
-    """The documents of each source to train on, with those that `evaluation` holds out."""
+    """The documents of each source to train on, with those that `evaluation` holds out: of the smallest hashes."""
     # A document that one source holds out is held out of all of them.
     if evaluation is None:
         return [Corpus(text, data, shuffle=data.shuffle) for text, data in zip(texts, parts, strict=True)]
-    own = []
+    share, own = evaluation.share, []
     for text in texts:
-        count = max(1, round(evaluation.share * len(text.hashes)))
+        count = max(1, round(share * len(text.hashes)))
         own.append(text.hashes <= np.partition(text.hashes, count - 1)[count - 1])
     hashes = np.concatenate([text.hashes[mask] for text, mask in zip(texts, own, strict=True)])
-    masks = [np.isin(text.hashes, hashes) for text in texts]
-    return [
-        _without_held_out(text, data, evaluation.share, mask, by_others=not np.array_equal(mask, chosen))
-        for text, data, mask, chosen in zip(texts, parts, masks, own, strict=True)
-    ]
-
-
-def _without_held_out(
-    text: TokenizedText, data: Data, fraction: float, mask: np.ndarray, *, by_others: bool
-) -> Corpus:  # fmt: skip
-    """A source without the documents of `mask`: bool [documents]. `by_others`: other sources hold out some of them."""
-    if mask.all():
-        raise ConfigError(
-            f"eval.fraction = {fraction:g} holds out all {len(mask)} documents of {data.source}, of which "
-            f"{len(np.unique(text.hashes))} are different: lower it, or give other data as eval.source"
+    corpora = []
+    for text, data, chosen in zip(texts, parts, own, strict=True):
+        mask = np.isin(text.hashes, hashes)
+        if mask.all():
+            raise ConfigError(
+                f"eval.fraction = {share:g} holds out all {len(mask)} documents of {data.source}, of which "
+                f"{len(np.unique(text.hashes))} are different: lower it, or give other data as eval.source"
+            )
+        by_others = "" if np.array_equal(mask, chosen) else f" {hashlib.sha256(mask.tobytes()).hexdigest()}"
+        identity = hashlib.sha256(f"{text.fingerprint}\0held out {share!r}{by_others}".encode()).hexdigest()
+        corpus, corpus.held_out = (
+            Corpus(text, data, shuffle=shuffle, chosen=documents, fingerprint=identity, which=which)
+            for shuffle, documents, which in (
+                (data.shuffle, ~mask, " without what is held out"),
+                (True, mask, f" that is held out (eval.fraction = {share:g})"),
+            )
         )
-    chosen = f" {hashlib.sha256(mask.tobytes()).hexdigest()}" if by_others else ""
-    identity = hashlib.sha256(f"{text.fingerprint}\0held out {fraction!r}{chosen}".encode()).hexdigest()
-    corpus = Corpus(
-        text, data, shuffle=data.shuffle, chosen=~mask, fingerprint=identity, which=" without what is held out"
-    )
-    corpus.held_out = Corpus(
-        text, data, shuffle=True, chosen=mask, fingerprint=identity,
-        which=f" that is held out (eval.fraction = {fraction:g})",
-    )  # fmt: skip
-    return corpus
+        corpora.append(corpus)
+    return corpora
 
 
 def _evaluation(
     data: Data, evaluation: EvalConfig, tokenizer: TextTokenizer, trained_on: list[Corpus | StreamedCorpus],
-    meter: ReadProgress, progress: Progress,
+    meter: ReadProgress,
 ) -> Corpus:  # fmt: skip
     """The text of `eval.source`, or `eval.split`; prints how many of its documents are trained on."""
     if data.sources and evaluation.source is None:
@@ -133,27 +113,30 @@ def _evaluation(
     source, split = evaluation.source or data.source, evaluation.split or "train"
     own = data.model_copy(update={"source": source, "split": split, "sources": (), "streaming": False})
     try:
-        text = open_tokens(own, meter, progress, tokenizer)
+        text = open_tokens(own, meter, tokenizer)
     except ConfigError as error:
         name = "eval.split" if evaluation.source is None else "eval.source"
         message = str(error).replace(f"data.{name[5:]} = ", f"{name} = ")
         raise ConfigError(f"{message} ({name} is read with the settings of [data])") from None
-    corpus = Corpus(text, data, shuffle=True, which=f" to evaluate on, {source}")
-    is_shared = np.zeros(len(text.hashes), bool)
     for other in trained_on:
         if isinstance(other, StreamedCorpus):
             other.count_shared(text.hashes)
-        else:
-            is_shared |= np.isin(text.hashes, other.hashes)
-    if shared := int(is_shared.sum()):
-        progress.note(
+    known = [other.hashes for other in trained_on if isinstance(other, Corpus)]
+    if known and (shared := int(np.isin(text.hashes, np.concatenate(known)).sum())):
+        meter.progress.note(
             f"{shared} of the {len(text.ends)} documents to evaluate on are also trained on: the held-out loss is "
             "lower for it"
         )
-    return corpus
+    return Corpus(text, data, shuffle=True, which=f" to evaluate on, {source}")
 
 
 class Mixture(Sequences):
+    """Sequences of several sources, drawn in blocks of `BLOCK`. Weights are shares of the sequences."""
+
+    # The picks of a source are spread evenly over the block, each at a random place of its own part of it. Sample k is
+    # from source i, and its sequence is sample j of that source, where j counts the earlier picks of i. Both are a
+    # function of (seed, k), so a resume needs no state.
+
     def __init__(self, parts: Sequence[Sequences], weights: Sequence[tuple[str, float]]) -> None:
         self._parts, self._names = parts, [name for name, _ in weights]
         largest = max(weight for _, weight in weights)  # the sum of the weights themselves may overflow
@@ -172,7 +155,6 @@ class Mixture(Sequences):
                 )
         self.tokenizer = next((part.tokenizer for part in parts if part.tokenizer.chat_template), parts[0].tokenizer)
         self.files = {name: entry for part in parts for name, entry in part.files.items()}
-        self.skipped = sum(part.skipped for part in parts)
         rows = [f"{part.fingerprint} {count}" for part, count in zip(parts, self._counts, strict=True)]
         self.fingerprint = hashlib.sha256("\0".join(["mixture 1", *rows]).encode()).hexdigest()
         for name in ("documents", "tokens"):  # None if one source does not know it
@@ -187,7 +169,7 @@ class Mixture(Sequences):
         states = [part.state() for part in self._parts]
         return {key: {name: entry for state in states for name, entry in state.get(key, {}).items()} for key in STATE}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         for part in self._parts:
             part.load_state(state)
 
@@ -222,7 +204,6 @@ class Mixture(Sequences):
         )
 
     def _picked(self, samples: int, seed: int) -> list[int]:
-        """How many of the first samples are from each source."""
         blocks, rest = divmod(samples, BLOCK)
         last = np.bincount(self._block(seed, blocks)[0][:rest], minlength=len(self._parts))
         return [blocks * count + int(more) for count, more in zip(self._counts, last, strict=True)]

@@ -5,13 +5,8 @@
           ─▶ an entry of the token cache for each chunk ─▶ its sequences, packed and permuted as those of a `Corpus`
 
 An epoch takes the chunks in an order permuted by (seed, epoch), and all sequences of a chunk before those of the next
-one. Which blocks are in a chunk depends on the files alone. So the sequence of a sample is a function of (seed, number
-of the sample) here, too: for any number of ranks, and after a resume. What is not known without tokenizing is how many
-sequences a chunk has. The counts are kept as chunks are opened, and a checkpoint has them, so that a resume reads the
-chunk that it needs and none before it; without them it would read these again.
-
-Memory holds the lines of one batch of the tokenizer and the index of a few chunks; the disk holds `data.cache_gib`.
-docs/training.md says how processes divide the work, and how files are identified.
+one. How many sequences a chunk has is known once it is tokenized; a checkpoint has the counts, so that a resume reads
+the chunk that it needs and none before it.
 """
 
 import hashlib
@@ -19,6 +14,7 @@ import os
 import shutil
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
@@ -35,6 +31,7 @@ from octavo.train.data import documents
 from octavo.train.data.chat import chat_template
 from octavo.train.data.corpus import Corpus, Sequences
 from octavo.train.data.documents import Block, Column, NoFieldError, NoSequencesError, Stream
+from octavo.train.data.epochs import EpochOrder, permutation
 from octavo.train.data.source import SUFFIXES, Source, list_files
 from octavo.train.data.token_cache import ReadProgress, TokenizedText, open_entry
 from octavo.train.data.tokenizer import TextTokenizer
@@ -43,7 +40,6 @@ from octavo.train.record.progress import NullProgress, Progress
 BLOCKS_OF_CHUNK = 16  # Places of .jsonl files that a chunk is from, at least
 HASHED_EDGE_BYTES = 1 << 16  # Bytes at the beginning and the end of each file that are hashed at each start
 OPEN_CHUNKS = 3  # Chunks of which the index stays in memory: the one in use, the one before it, and that of step 0
-OPEN_EPOCHS = 2  # Epochs of which the order of the chunks stays in memory
 
 
 class StreamedCorpus(Sequences):
@@ -59,29 +55,27 @@ class StreamedCorpus(Sequences):
                 f'data.source = "{data.source}" cannot be streamed: data.streaming takes files of one kind '
                 f"({', '.join(SUFFIXES)}), as a pattern or a folder; leave data.streaming out for other sources"
             )
-        paths, self._kind, skipped_files = files
-        if skipped_files:
-            progress.note(skipped_files)
-        if packed := next(filter(documents.is_compressed, paths), None):
+        if files.note:
+            progress.note(files.note)
+        if packed := next(filter(documents.is_compressed, files.paths), None):
             problem = f"data.streaming = true reads parts of files, and {packed} is compressed"
             raise ConfigError(f"{problem}: decompress it, or leave data.streaming out")
-        if self._column.messages and self._kind == ".txt":
-            raise ConfigError(f'data.source = "{data.source}": .txt files have no messages: give .jsonl or .parquet')
-        self.files = {path: _identity(path) for path in paths}
+        self._kind, self.files = files.kind, {path: _identity(path) for path in files.paths}
         size = data.chunk_bytes // BLOCKS_OF_CHUNK
-        blocks = [block for path in paths for block in _blocks(path, self._kind, size, self._column)]
+        blocks = [block for path in files.paths for block in _blocks(path, self._kind, size, self._column)]
         if not blocks:
-            raise ConfigError(f'data.source = "{data.source}" is empty: {len(paths)} files without a byte')
+            raise ConfigError(f'data.source = "{data.source}" is empty: {len(files.paths)} files without a byte')
         self._chunks = _chunks(blocks, data.chunk_bytes, shuffle=data.shuffle)
         names = [f"{entry}" for entry in self.files.values()]
         identity = ["stream 1", self._kind, self._column.identity, str(data.chunk_bytes), tokenizer.fingerprint, *names]
         identity += [self._template or "", data.loss_on, str(data.shuffle)]
         self.fingerprint = hashlib.sha256("\0".join(identity).encode()).hexdigest()
-        self._rows: dict[int, tuple[int, str]] = {}
+        self._rows: dict[int, tuple[int, str]] = {}  # Sequences of each known chunk, and the digest of its ids
         self._sizes = np.array([sum(block.size for block in chunk) for chunk in self._chunks], np.int64)
         self._windows: int | None = None
-        self._ends: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
-        self._order = lru_cache(maxsize=OPEN_EPOCHS)(self._order_of)
+        self._order = EpochOrder(len(self._chunks), shuffle=data.shuffle).order
+        # By (seed, epoch): how many sequences there are up to the end of each chunk of its order, as far as known.
+        self._ends = lru_cache(maxsize=2)(lambda seed, epoch: list[int]())
         self._open: OrderedDict[int, Corpus | None] = OrderedDict()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="octavo-data")
         self._next: dict[int, Future[TokenizedText | None]] = {}
@@ -91,8 +85,7 @@ class StreamedCorpus(Sequences):
         first = next((corpus for chunk in range(len(self._chunks)) if (corpus := self._corpus(chunk))), None)
         if first is None:
             raise NoSequencesError(f'data.source = "{data.source}" has no sequence of data.sequence_length')
-        self.tokenizer = first.tokenizer
-        self._first = first
+        self.tokenizer, self._first = first.tokenizer, first
 
     @property
     def windows(self) -> int:
@@ -124,7 +117,7 @@ class StreamedCorpus(Sequences):
         rows = {str(chunk): [count, digest] for chunk, (count, digest) in sorted(self._rows.items())}
         return super().state() | {"chunks": {self.fingerprint: rows}}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over the counts of a checkpoint. Raises ConfigError if a chunk that is known has changed."""
         for name, (count, digest) in state.get("chunks", {}).get(self.fingerprint, {}).items():
             self._remember(int(name), count, digest)
@@ -135,21 +128,13 @@ class StreamedCorpus(Sequences):
         if self._windows is not None:
             epoch, sample = divmod(sample, self._windows)
         while True:
-            order = self._order(seed, epoch)
-            ends = self._ends.setdefault((seed, epoch), [])
-            while len(self._ends) > OPEN_EPOCHS:
-                self._ends.popitem(last=False)
+            order, ends = self._order(seed, epoch), self._ends(seed, epoch)
             while (not ends or ends[-1] <= sample) and len(ends) < len(order):
                 ends.append((ends[-1] if ends else 0) + self._count(int(order[len(ends)])))
             if ends[-1] > sample:
                 position = bisect_right(ends, sample)
                 return epoch, position, int(order[position]), sample - (ends[position - 1] if position else 0)
             epoch, sample = epoch + 1, sample - ends[-1]
-
-    def _order_of(self, seed: int, epoch: int) -> np.ndarray:
-        if not self._data.shuffle:
-            return np.arange(len(self._chunks))
-        return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(self._chunks))
 
     def _count(self, chunk: int) -> int:
         if chunk not in self._rows:
@@ -167,7 +152,6 @@ class StreamedCorpus(Sequences):
             self._windows = sum(rows for rows, _ in self._rows.values())
 
     def _corpus(self, chunk: int) -> Corpus | None:
-        """The sequences of a chunk; None if it has none."""
         if chunk in self._open:
             self._open.move_to_end(chunk)
             return self._open[chunk]
@@ -191,12 +175,11 @@ class StreamedCorpus(Sequences):
 
     def _count_shared(self, chunk: int) -> None:
         corpus = self._open[chunk]
-        if corpus is None or chunk in self._shared or not len(self._held_out_hashes):
-            return
-        self._shared[chunk] = int(np.isin(corpus.hashes, self._held_out_hashes).sum())
-        if self._shared[chunk]:
-            count = sum(self._shared.values())
-            self._progress.note(f"{count} documents trained on so far are also evaluated on")
+        if corpus is not None and chunk not in self._shared and len(self._held_out_hashes):
+            self._shared[chunk] = int(np.isin(corpus.hashes, self._held_out_hashes).sum())
+            if self._shared[chunk]:
+                count = sum(self._shared.values())
+                self._progress.note(f"{count} documents trained on so far are also evaluated on")
 
     def _tokenized(self, chunk: int, progress: Progress) -> TokenizedText | None:
         """The tokens of a chunk from the cache, or from the files; None if it has no text."""
@@ -205,20 +188,23 @@ class StreamedCorpus(Sequences):
         for block in blocks:
             changed = os.stat(block.path).st_mtime_ns  # or the cache could have the text of an earlier content
             digest.update(f"{self.files[block.path]}\0{changed}\0{block.start}\0{block.stop}\0".encode())
-        source = Source(fingerprint=digest.hexdigest(), read=lambda _: self._read(blocks), is_part=True)
-        meter = ReadProgress(progress)
-        for attempt in range(3):
+        source, meter = (
+            Source(fingerprint=digest.hexdigest(), read=lambda _: self._read(blocks)),
+            ReadProgress(progress),
+        )
+        for tries_left in (2, 1, 0):
             try:
-                text = open_entry(self._data, source, self._template, cache, meter, progress, self._pretrained)
-                _mark_opened(text.folder)
+                text = open_entry(self._data, source, self._template, cache, meter, self._pretrained)
                 break
             except NoSequencesError as error:
                 if isinstance(error, NoFieldError) and not self._rows:  # the first chunk: the name is wrong
                     raise
                 return None
             except FileNotFoundError:  # another process has just removed it, for its own chunks
-                if attempt == 2:
+                if not tries_left:
                     raise
+        with suppress(OSError):  # a cache that is read only
+            os.utime(text.folder)
         keep = {text.folder} | {corpus.folder for corpus in self._open.values() if corpus is not None}
         _evict(cache, int(self._data.cache_gib * 2**30), keep)
         return text
@@ -229,13 +215,10 @@ class StreamedCorpus(Sequences):
             if size != expected:
                 problem = f"{block.path} has {size:,} bytes, and had {expected:,} when the run began"
                 raise ConfigError(f"{problem}: do not write to files that are streamed")
-            if self._kind == ".txt":
-                documents.hash_file(block.path, hashlib.sha256(), lambda _: None, kind=".txt")  # UTF-8, without NULs
         yield from documents.read_documents(blocks, self._kind, self._column)
 
 
-def _identity(path: str) -> list[Any]:
-    """The size of a file and a digest of its ends."""
+def _identity(path: str) -> list[int | str]:
     with documents.reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(file.read(HASHED_EDGE_BYTES))
@@ -250,7 +233,7 @@ def _blocks(path: str, kind: str, size: int, column: Column) -> list[Block]:
         from pyarrow import parquet
 
         with documents.reading(path), parquet.ParquetFile(path) as file:
-            documents.check_column(column, file.schema_arrow)
+            column.fields(file.schema_arrow.names)
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         return [Block(path, number, number + 1, group.total_byte_size) for number, group in enumerate(groups)]
     total = os.path.getsize(path)
@@ -260,7 +243,7 @@ def _blocks(path: str, kind: str, size: int, column: Column) -> list[Block]:
 
 def _chunks(blocks: list[Block], size: int, *, shuffle: bool) -> list[list[Block]]:
     """Blocks in groups of about `size` bytes, from all over the files with `shuffle`."""
-    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(blocks)) if shuffle else range(len(blocks))
+    order = permutation(len(blocks), 0, 0) if shuffle else range(len(blocks))
     ordered = [blocks[number] for number in order]
     ends = accumulate(block.size for block in ordered)
     chunks: dict[int, list[Block]] = {}
@@ -269,28 +252,16 @@ def _chunks(blocks: list[Block], size: int, *, shuffle: bool) -> list[list[Block
     return list(chunks.values())
 
 
-def _mark_opened(folder: Path) -> None:
-    """Set the time of an entry, by which `_evict` chooses; that of a read-only cache stays."""
-    try:
-        os.utime(folder)
-    except OSError as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-
-
 def _evict(cache: Path, limit: int, keep: set[Path]) -> None:
     """Remove the entries that were opened longest ago, until `limit` bytes are left. Those in `keep` stay."""
-    sizes: dict[Path, int] = {}
-    opened: dict[Path, float] = {}
+    entries: list[tuple[float, Path, int]] = []
     for folder in cache.iterdir():
         with suppress(OSError):  # removed by another process
             if folder.is_dir() and not folder.name.startswith("."):
-                sizes[folder] = sum(file.stat().st_size for file in folder.iterdir())
-                opened[folder] = folder.stat().st_mtime
-    total = sum(sizes.values())
-    for folder in sorted(opened, key=lambda path: opened[path]):
-        if total <= limit:
-            return
-        if folder not in keep:
-            total -= sizes[folder]
+                size = sum(file.stat().st_size for file in folder.iterdir())
+                entries.append((folder.stat().st_mtime, folder, size))
+    total = sum(size for *_, size in entries)
+    for _, folder, size in sorted(entries):
+        if total > limit and folder not in keep:
+            total -= size
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,18 +1,13 @@
-"""Tokenized documents in a cache folder: tokenize once into flat files, and open them again.
+"""Tokenized documents in a cache folder: tokenize once into flat files, and open them again, memory-mapped.
 
     ids.bin         the ids of all documents; text is followed by the end-of-document token
-    targets.bin     which ids are targets, of conversations with a loss on the assistant
+    targets.bin     which ids are targets, one byte each, of conversations with a loss on the assistant
     documents.bin   for each document where it ends in ids.bin, and a hash of its text (`DOCUMENT`)
     facts.json      counts, and the dtype of the ids
     tokenizer.json  digests.json
 
-The files are memory-mapped, so memory does not grow with the number of tokens. Sampling text to train a BPE takes two
-passes over the data.
-
-The cache folder holds one directory per (content, vocabulary or tokenizer). It is written under a temporary name,
-synced and renamed, so a killed process leaves no entry that looks complete. The digests of its files are checked
-each time it is opened. A damaged entry is rebuilt. A lock keeps two processes from building or removing the same entry
-at once.
+There is one folder for each (content, vocabulary or tokenizer), which is renamed once it is complete. Its digests are
+checked at each opening, and a damaged one is rebuilt.
 """
 
 import hashlib
@@ -23,10 +18,10 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -34,11 +29,12 @@ import tokenizers
 from octavo.train.checkpoint.digests import DIGESTS, find_damage, write_digests
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data, expand
-from octavo.train.data.chat import Chat, chat_template
+from octavo.train.data.chat import Chat, Conversation, chat_template, contents
 from octavo.train.data.chat import fingerprint as chat_fingerprint
 from octavo.train.data.documents import NoSequencesError, Stream
+from octavo.train.data.epochs import permutation
 from octavo.train.data.source import Source, open_source
-from octavo.train.data.tokenizer import SAMPLE_CHARACTERS, TextTokenizer, train_tokenizer
+from octavo.train.data.tokenizer import END, SAMPLE_CHARACTERS, TextTokenizer, train_tokenizer
 from octavo.train.disk import lock, sync
 from octavo.train.record.progress import Progress
 
@@ -55,21 +51,19 @@ PIECE_CHARACTERS = 1 << 20  # Longest piece of a document in characters, cut aft
 DOCUMENT = np.dtype([("end", "<i8"), ("hash", "<u8")])
 """A document: the index after its end token in the ids, and the BLAKE2b of its text as a 64-bit number."""
 TARGETS_FILE = "targets.bin"
-"""For each id whether it is a target, one byte each; only of conversations with a loss on the assistant."""
-Encoded = Iterator[tuple[list[int], np.ndarray | None] | int | None]
-"""Ids and targets of pieces of a document; its hash after the last of them; None for a document without text."""
 
 
 class TokenizedText:
-    def __init__(self, folder: Path, tokenizer: TextTokenizer, files: Mapping[str, list[Any]]) -> None:
+    def __init__(
+        self, folder: Path, fingerprint: str, tokenizer: TextTokenizer, files: Mapping[str, list[int | str]]
+    ) -> None:
         facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
         self.folder, self.tokenizer = folder, tokenizer  # The entry, and the tokenizer of the ids
-        self.fingerprint: str = facts["entry"]  # Hash of the content and the tokenizer
+        self.fingerprint = fingerprint  # Hash of the content and the tokenizer
         # digest: Digest of the ids.
         self.digest: str = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))["files"]["ids.bin"]
         self.files = dict(files)  # Size and digest of each file of the source by name, as `Source.files`
-        self.skipped: int = facts["skipped"]  # Number of files left out because they are not UTF-8
-        self._empty: int = facts["without_text"]
+        self.without_text: int = facts["without_text"]  # Number of documents that are left out
         # Ids of all documents, each with its end token: uint16 or uint32 [tokens].
         self.ids: np.ndarray = np.memmap(folder / "ids.bin", dtype=facts["dtype"], mode="r", shape=(facts["tokens"],))
         rows = np.memmap(folder / "documents.bin", dtype=DOCUMENT, mode="r", shape=(facts["documents"],))
@@ -80,26 +74,22 @@ class TokenizedText:
             self.targets = np.memmap(folder / TARGETS_FILE, dtype=np.uint8, mode="r", shape=(facts["tokens"],))
         self.target_count: int = facts["targets"]  # How many are
 
-    def without_text(self, what: str) -> str:
-        """A sentence about documents without text; empty if there are none."""
-        return f"{self._empty} of {len(self.ends) + self._empty} {what} and are left out" if self._empty else ""
-
 
 class ReadProgress:
     """Reports every few seconds how many bytes a stage has read. A `documents.OnBytesRead`."""
 
     def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+        self.progress = progress
 
     def stage(self, text: str) -> None:
         self._text, self._bytes, self._next = text, 0, time.monotonic() + REPORT_SECONDS
-        self._progress.stage(text)
+        self.progress.stage(text)
 
     def __call__(self, size: int) -> None:
         self._bytes += size
         if time.monotonic() > self._next:
             self._next = time.monotonic() + REPORT_SECONDS
-            self._progress.stage(f"{self._text}: {self._bytes / 1e9:.2f} GB")
+            self.progress.stage(f"{self._text}: {self._bytes / 1e9:.2f} GB")
 
     def counted(self, stream: Stream) -> Stream:
         for text in stream:
@@ -107,18 +97,16 @@ class ReadProgress:
             yield text
 
 
-def open_tokens(
-    data: Data, meter: ReadProgress, progress: Progress, pretrained: TextTokenizer | None = None
-) -> TokenizedText:  # fmt: skip
+def open_tokens(data: Data, meter: ReadProgress, pretrained: TextTokenizer | None = None) -> TokenizedText:
     """Tokenize the documents of `data.source`, or open them in the cache. Raises ConfigError for unusable data."""
     # `pretrained`: the tokenizer; None to train a BPE on the documents.
     template = chat_template(data, pretrained) if data.format == "messages" else None
     meter.stage("reading the data")
-    return open_entry(data, open_source(data, meter), template, expand(data.cache), meter, progress, pretrained)
+    return open_entry(data, open_source(data, meter), template, expand(data.cache), meter, pretrained)
 
 
 def open_entry(
-    data: Data, source: Source, template: str | None, cache: Path, meter: ReadProgress, progress: Progress,
+    data: Data, source: Source, template: str | None, cache: Path, meter: ReadProgress,
     pretrained: TextTokenizer | None,
 ) -> TokenizedText:  # fmt: skip
     """The tokenized documents of `source`, in the folder `cache`. `template`: the chat template of conversations."""
@@ -127,49 +115,47 @@ def open_entry(
         identity.append(chat_fingerprint(template, data.loss_on))
     fingerprint = hashlib.sha256("\0".join(identity).encode()).hexdigest()
     folder = cache / f"{fingerprint[:24]}{LAYOUT}"
-    if _damage(folder, fingerprint, meter):
+    if _damage(folder, meter):
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            with _exclusive(folder, progress):
+            with _exclusive(folder, meter):
                 # Another process may have built it meanwhile.
-                if damage := _damage(folder, fingerprint, meter):
-                    _build(folder, fingerprint, damage, source, template, pretrained, data, meter, progress)
+                if damage := _damage(folder, meter):
+                    _build(folder, damage, source, template, pretrained, data, meter)
         except OSError as error:
             raise ConfigError(f"data.cache = {data.cache} cannot be written: {error.strerror or error}") from None
     tokenizer = pretrained
     if tokenizer is None:
-        facts, content = ((folder / name).read_text(encoding="utf-8") for name in ("facts.json", "tokenizer.json"))
-        tokenizer = TextTokenizer(tokenizers.Tokenizer.from_str(content), str(json.loads(facts)["end"]))
+        content = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        tokenizer = TextTokenizer(tokenizers.Tokenizer.from_str(content), END)
     if template is not None:
         tokenizer = replace(tokenizer, chat_template=template)
-    tokens = TokenizedText(folder, tokenizer, source.files)
-    for note in filter(None, (source.skipped_files, source.without_text and tokens.without_text(source.without_text))):
-        progress.note(note)
+    tokens = TokenizedText(folder, fingerprint, tokenizer, source.files)
+    if source.skipped_files:
+        meter.progress.note(source.skipped_files)
+    if source.without_text and (empty := tokens.without_text):
+        meter.progress.note(f"{empty} of {len(tokens.ends) + empty} {source.without_text} and are left out")
     return tokens
 
 
-def _damage(folder: Path, fingerprint: str, meter: ReadProgress) -> str:
+def _damage(folder: Path, meter: ReadProgress) -> str:
     if not folder.exists():
         return "missing"
     meter.stage("checking the tokenized data")
-    if damage := find_damage(folder):
-        return damage
-    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    return "" if facts["entry"] == fingerprint else "facts.json is of another entry"
+    return find_damage(folder)
 
 
 @contextmanager
-def _exclusive(folder: Path, progress: Progress) -> Iterator[None]:
+def _exclusive(folder: Path, meter: ReadProgress) -> Iterator[None]:
     """Lock the entry; wait while another process builds it."""
-    path, descriptor, waited = folder.with_name(f"{folder.name}.lock"), None, False
-    while descriptor is None:
-        try:
+    path = folder.with_name(f"{folder.name}.lock")
+    for tries in count():
+        with suppress(BlockingIOError):
             descriptor = lock(path)
-        except BlockingIOError:
-            if not waited:
-                progress.stage("waiting for another process that prepares the same data")
-            waited = True
-            time.sleep(0.1)
+            break
+        if not tries:
+            meter.stage("waiting for another process that prepares the same data")
+        time.sleep(0.1)
     try:
         yield
     finally:
@@ -178,55 +164,47 @@ def _exclusive(folder: Path, progress: Progress) -> Iterator[None]:
 
 
 def _build(
-    folder: Path, fingerprint: str, damage: str, source: Source, template: str | None,
-    pretrained: TextTokenizer | None, config: Data, meter: ReadProgress, progress: Progress,
+    folder: Path, damage: str, source: Source, template: str | None,
+    pretrained: TextTokenizer | None, config: Data, meter: ReadProgress,
 ) -> None:  # fmt: skip
     """Build the entry, of which `damage` is the reason. Call with the entry locked."""
     _clear_abandoned(folder.parent)
     scratch = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
     try:
         if folder.exists():
-            progress.note(f"{folder} is damaged ({damage}): rebuilding it")
+            meter.progress.note(f"{folder} is damaged ({damage}): rebuilding it")
             folder.rename(scratch / "damaged")
         entry = scratch / "entry"
         entry.mkdir()
-        tokenizer = pretrained or train_on(lambda: source.plain_text(scratch), config.vocab_size, meter)
+        tokenizer = pretrained or train_on(lambda: source.read(scratch), config.vocab_size, meter)
         meter.stage("tokenizing")
         encoder = tokenizer if template is None else Chat(tokenizer, template, config.loss_on)
-        facts: dict[str, Any] = tokenize(entry, meter.counted(source.read(scratch)), encoder)
+        facts = tokenize(entry, meter.counted(source.read(scratch)), encoder)
         if not facts["documents"]:
             raise NoSequencesError(
                 f'data.source = "{config.source}" is empty: {facts["without_text"]} documents, none with text'
             )
-        # `save` of a tokenizer raises no OSError where a disk is full. A chunk has no copy of 10 MB of it.
-        content = "{}" if source.is_part else tokenizer.backend.to_str(pretty=True)
+        # `save` of a tokenizer raises no OSError where a disk is full. One that is not from here is not needed.
+        content = "{}" if pretrained else tokenizer.backend.to_str(pretty=True)
         (entry / "tokenizer.json").write_text(content, encoding="utf-8")
-        facts |= {"entry": fingerprint, "skipped": source.skipped, "end": tokenizer.end}
         (entry / "facts.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         write_digests(entry, {})
-        _publish(entry, folder)
+        sync(entry)
+        try:
+            entry.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process has built it, on a file system without locks
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _publish(scratch: Path, folder: Path) -> None:
-    sync(scratch)
-    try:
-        scratch.rename(folder)
-    except OSError:
-        if not folder.exists():  # else another process has just built the same entry
-            raise
-
-
 def _clear_abandoned(cache: Path) -> None:
-    """Remove incomplete entries of killed processes, untouched for a day."""
     for folder in cache.glob(f"{BUILDING}*"):
-        try:
+        with suppress(OSError):  # its builder has just finished
             touched = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
-        except OSError:  # its builder has just finished
-            continue
-        if touched < time.time() - ABANDONED_AFTER:
-            shutil.rmtree(folder, ignore_errors=True)
+            if touched < time.time() - ABANDONED_AFTER:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def tokenize(folder: Path, stream: Stream, encoder: TextTokenizer | Chat) -> dict[str, int | str | bool]:
@@ -234,27 +212,34 @@ def tokenize(folder: Path, stream: Stream, encoder: TextTokenizer | Chat) -> dic
     # Text is followed by the end token; conversations end as their template ends them. Returns counts and the dtype of
     # the ids.
     tokenizer = encoder if isinstance(encoder, TextTokenizer) else encoder.tokenizer
+    end = [tokenizer.end_id] if isinstance(encoder, TextTokenizer) else []
     dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
     tokens, documents, without_text, targets, masked = 0, 0, 0, 0, False
-    pieces = _text(stream, encoder) if isinstance(encoder, TextTokenizer) else _conversations(stream, encoder)
+    digest = hashlib.blake2b(digest_size=8)
     with (
         (folder / "ids.bin").open("wb") as file,
         (folder / "documents.bin").open("wb") as index,
         (folder / TARGETS_FILE).open("wb") as marks,
     ):
-        for piece in pieces:
-            if piece is None:
-                without_text += 1
-            elif isinstance(piece, int):
-                documents += 1
-                index.write(np.array((tokens, piece), DOCUMENT).tobytes())
-            else:
-                ids, mask = piece
+        for batch in _batches(_pieces(stream)):
+            texts = [piece for piece in batch if piece]
+            encoded = iter(encoder.encode(texts) if texts else [])
+            for piece in batch:
+                if piece == "":
+                    without_text += 1
+                    continue
+                pair = next(encoded) if piece else end
+                ids, mask = pair if isinstance(pair, tuple) else (pair, None)
                 file.write(np.asarray(ids, dtype=dtype).tobytes())
                 tokens += len(ids)
                 if mask is not None:
                     marks.write(mask.astype(np.uint8).tobytes())
                     masked, targets = True, targets + int(mask.sum())
+                if piece:
+                    digest.update(piece.encode())
+                else:
+                    index.write(np.array((tokens, int.from_bytes(digest.digest(), "little")), DOCUMENT).tobytes())
+                    documents, digest = documents + 1, hashlib.blake2b(digest_size=8)
     if not masked:
         (folder / TARGETS_FILE).unlink()
     return {
@@ -263,39 +248,8 @@ def tokenize(folder: Path, stream: Stream, encoder: TextTokenizer | Chat) -> dic
     }  # fmt: skip
 
 
-def _text(stream: Stream, tokenizer: TextTokenizer) -> Encoded:
-    digest = hashlib.blake2b(digest_size=8)
-    for batch in _batches(_pieces(stream)):
-        encoded = iter(tokenizer.encode([piece for piece in batch if piece]))
-        for piece in batch:
-            if piece is None:
-                yield [tokenizer.end_id], None
-                yield int.from_bytes(digest.digest(), "little")
-                digest = hashlib.blake2b(digest_size=8)
-            elif piece:
-                yield next(encoded), None
-                digest.update(piece.encode())
-            else:
-                yield None
-
-
-def _conversations(stream: Stream, chat: Chat) -> Encoded:
-    has_text = False
-    for batch in _batches(stream):
-        encoded = iter(chat.encode([text for text in batch if text]))
-        for text in batch:
-            if text is None:
-                if not has_text:
-                    yield None
-                has_text = False
-                continue
-            has_text = True
-            yield next(encoded)
-            yield int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def _pieces(stream: Stream) -> Iterator[str | None]:
-    """Text of at most `PIECE_CHARACTERS`; None after each document with text, "" for one without."""
+def _pieces(stream: Stream) -> Stream:
+    """Conversations, and text of at most `PIECE_CHARACTERS`; None after each document, "" for one without text."""
     rest, has_text = "", False
     for text in stream:
         if text is None:
@@ -303,8 +257,11 @@ def _pieces(stream: Stream) -> Iterator[str | None]:
             yield None if has_text else ""
             rest, has_text = "", False
             continue
-        rest, has_text = rest + text, True
-        start = 0
+        has_text = True
+        if isinstance(text, Conversation):
+            yield text
+            continue
+        rest, start = rest + text, 0
         while len(rest) - start > PIECE_CHARACTERS:
             cut = rest.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
             yield from _halves(rest[start:cut])
@@ -322,7 +279,7 @@ def _halves(piece: str) -> Iterator[str]:
     yield from _halves(piece[cut:])
 
 
-def _batches(pieces: Iterator[str | None]) -> Iterator[list[str | None]]:
+def _batches(pieces: Stream) -> Iterator[list[str | None]]:
     batch, size = list[str | None](), 0
     for piece in pieces:
         added = len(piece.encode()) if piece else 0
@@ -337,7 +294,7 @@ def _batches(pieces: Iterator[str | None]) -> Iterator[list[str | None]]:
 def train_on(streams: Callable[[], Stream], vocab_size: int, meter: ReadProgress) -> TextTokenizer:
     """Train a BPE on a sample of documents. `streams` is called twice."""
     meter.stage("training the tokenizer")
-    return train_tokenizer(_sample(lambda: meter.counted(streams())), vocab_size)
+    return train_tokenizer(_sample(lambda: meter.counted(contents(streams()))), vocab_size)
 
 
 def _sample(read: Callable[[], Stream]) -> list[str]:
@@ -353,8 +310,8 @@ def _sample(read: Callable[[], Stream]) -> list[str]:
             if len(lengths) == MAX_CANDIDATES:
                 lengths, step = lengths[::2], 2 * step
         number, length = number + 1, 0
-    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(lengths))
-    sizes = np.frombuffer(lengths, dtype=np.uint32)[order] if lengths else np.empty(0, np.uint32)
+    order = permutation(len(lengths), 0, 0)
+    sizes = np.array(lengths, dtype=np.uint32)[order]
     order = order[: np.searchsorted(np.cumsum(sizes, dtype=np.int64), SAMPLE_CHARACTERS) + 1]
     order = order[sizes[: len(order)] > 0]
     # The beginnings of these documents, by their numbers.
