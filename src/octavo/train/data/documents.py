@@ -178,7 +178,7 @@ def _text(path: str) -> Iterator[str]:
         io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
     ):
         while text := file.read(CHUNK):
-            if bad := NO_TEXT.search(text):
+            if ("\0" in text or not text.isascii()) and (bad := NO_TEXT.search(text)):  # the search is slower
                 line += text.count("\n", 0, bad.start())
                 raise ConfigError(
                     f"{path} is not UTF-8 text: line {line} has a byte {ord(bad[0]) & 0xFF:#04x}; convert it (UTF-16: "

@@ -342,35 +342,28 @@ class Record:
     name: str  # What error messages call it
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of an image: `count` times `id`, where "<image>" is written."""
-
-    id: int
-    count: int
-
-
 class ImageText:
     def __init__(
         self, records: tuple[Sequence[Record], Sequence[Record]], images: Images, tokenizer: TextTokenizer,
-        placeholder: Tokens, *, length: int, shuffle: bool,
+        image: list[int], *, length: int, shuffle: bool,
     ) -> None:  # fmt: skip
-        self.tokenizer, self._images = tokenizer, images  # tokenizer: The tokenizer
+        # image: The tokens of an image, where "<image>" is written: of equal ids.
+        self.tokenizer, self._images = tokenizer, images
         training, held_out = records
         everything = [*training, *held_out]
-        rows = [_tokens(record, tokenizer, placeholder) for record in everything]
+        rows = [_tokens(record, tokenizer, image) for record in everything]
         longest = max(range(len(rows)), key=lambda row: len(rows[row][0]))
         if (needed := len(rows[longest][0]) - 1) > length:
             over = sum(len(ids) - 1 > length for ids, _ in rows)
             raise ConfigError(
                 f"data.sequence_length = {length} is too short for {over} of {len(rows)} records: "
-                f"{everything[longest].name} has {needed} tokens, {placeholder.count} of them the image's; set it to "
+                f"{everything[longest].name} has {needed} tokens, {len(image)} of them the image's; set it to "
                 f"{needed}, or shorten the records"
             )
         for record, (ids, _) in zip(everything, rows, strict=True):
-            if (extra := ids.count(placeholder.id) - placeholder.count) > 0:
+            if (extra := ids.count(image[0]) - len(image)) > 0:
                 raise ConfigError(
-                    f"{record.name} has the token {placeholder.id} {extra} times in its text, and it is the model's "
+                    f"{record.name} has the token {image[0]} {extra} times in its text, and it is the model's "
                     "placeholder of images: set image_token_index to an id that text does not have"
                 )
         self._inputs = np.full((len(rows), length), tokenizer.end_id, dtype=np.int64)
@@ -400,7 +393,7 @@ class ImageText:
         return {"input_ids": ids, "pixel_values": pixels}, targets
 
 
-def _tokens(record: Record, tokenizer: TextTokenizer, placeholder: Tokens) -> tuple[list[int], list[int]]:
+def _tokens(record: Record, tokenizer: TextTokenizer, image: list[int]) -> tuple[list[int], list[int]]:
     """Ids and labels of a record: labels are the ids of answers."""
     ids: list[int] = []
     labels: list[int] = []
@@ -408,7 +401,7 @@ def _tokens(record: Record, tokenizer: TextTokenizer, placeholder: Tokens) -> tu
         parts = f"{human}\n".split(PLACEHOLDER)
         encoded = tokenizer.encode([*parts, answer])
         for index, part in enumerate(encoded[:-1]):
-            ids += ([placeholder.id] * placeholder.count if index else []) + part
+            ids += (image if index else []) + part
         labels += [IGNORE] * (len(ids) - len(labels))
         ids += [*encoded[-1], tokenizer.end_id]
         labels += ids[len(labels) :]

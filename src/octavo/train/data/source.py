@@ -61,7 +61,7 @@ def open_source(config: Data, on_bytes_read: OnBytesRead) -> Source:
     # Raises ConfigError if there is no data, it is not text, or it has no split `data.split`.
     path, name = expand(config.source), config.source.partition(":")[0]
     if expected := STANDARD.get(config.source):
-        _refuse_split(config, "the standard library has")
+        _check_split(config)
         if config.format != expected:
             raise ConfigError(f'data.source = "{config.source}" has {expected}: set data.format = "{expected}"')
         return _standard_library(config.source, Path(sysconfig.get_paths()["stdlib"]))
@@ -79,14 +79,7 @@ def open_source(config: Data, on_bytes_read: OnBytesRead) -> Source:
     return _open_files(config, Files(_load(config, name), ".arrow"), on_bytes_read)
 
 
-def _refuse_split(config: Data, what: str) -> None:
-    if config.split != "train":
-        raise ConfigError(
-            f'data.split = "{config.split}": {what} no splits: leave data.split out, and name the text in data.source'
-        )
-
-
-def _check_split(config: Data, splits: Collection[object]) -> None:
+def _check_split(config: Data, splits: Collection[object] = ("train",)) -> None:
     if config.split not in splits:
         names = ", ".join(map(str, splits))
         raise ConfigError(f'"{config.source}" has no split "{config.split}"; it has {names}: set data.split')
@@ -160,8 +153,8 @@ def _saved(config: Data, folder: Path) -> list[str]:
     if isinstance(saved, datasets.DatasetDict):
         _check_split(config, saved)
         saved = saved[config.split]
-    elif config.split not in ("train", str(saved.split)):
-        _refuse_split(config, "a saved data set that is not a DatasetDict has")
+    else:
+        _check_split(config, sorted({"train", str(saved.split or "train")}))
     paths = [os.path.abspath(file["filename"]) for file in saved.cache_files]
     if outside := [path for path in paths if not Path(path).is_relative_to(os.path.abspath(folder))]:
         raise ConfigError(f'data.source = "{config.source}": its file {outside[0]} is not in the folder')
@@ -188,10 +181,8 @@ def _open_prepared(config: Data, folder: Path, on_bytes_read: OnBytesRead) -> So
 
     reader = _unchanged(config.source, paths, read)
     for path in paths:
-        if Path(path).suffix.lower() in COMPRESSED:
-            raise ConfigError(f"{path} is compressed, and compressed files are not read: decompress it first")
-        if documents.suffix(path) in FILE_KINDS and Path(path).suffix not in FILE_KINDS:
-            raise ConfigError(f"{path} would be left out: rename it to end in {documents.suffix(path)}")
+        if Path(path).suffix not in FILE_KINDS and documents.suffix(path) in FILE_KINDS.union(COMPRESSED):
+            raise ConfigError(f"{path} would be left out: decompress it, or let its name end in lower case")
         digest.update(f"{os.path.relpath(path, folder)}\0".encode())
         documents.hash_file(path, digest, on_bytes_read)
     return Source(fingerprint=digest.hexdigest(), read=reader, without_text=column.note)
@@ -275,7 +266,7 @@ def list_files(config: Data) -> Files | None:
     if not path.is_dir():
         if (kind := documents.suffix(path)) not in SUFFIXES:
             return None
-        _refuse_split(config, "files have")
+        _check_split(config)
         found = Files(matches(config, str(path)), kind)
     else:
         files = files_below(path)

@@ -201,9 +201,8 @@ class ImageTextTask(TextTask):
             pictures = images.DigitImages(images.read_digits()[0], shape)
         else:
             pictures = images.ImageFiles(paths, contents, shape)
-        placeholder = images.Tokens(model_settings.image_token_id, image_tokens(model_settings))
-        length = data.sequence_length
-        return ImageText((training, held_out), pictures, tokenizer, placeholder, length=length, shuffle=data.shuffle)
+        image, length = [model_settings.image_token_id] * image_tokens(model_settings), data.sequence_length
+        return ImageText((training, held_out), pictures, tokenizer, image, length=length, shuffle=data.shuffle)
 
     def build(self, *, weights: bool = True) -> Any:
         """Build the model; vocabulary and, of the digits, the shape of images are the data's where not configured."""
