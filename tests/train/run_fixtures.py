@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.summary.writer import event_file_writer
-from tiny_runs import LLAMA, MIXTRAL, PIPELINE, WIDE_LLAMA, sentences
+from tiny_runs import LLAMA, MIXTRAL, PIPELINE, WIDE_LLAMA, load, sentences
 
-from octavo.train.config.run_config import parse_config
+from octavo.train.config.run_config import ConfigError, parse_config
 from processes import gloo  # noqa: F401  a fixture
 
 with warnings.catch_warnings():
@@ -62,6 +62,21 @@ def make_config(text_files, cache):
         return parse_config(tables)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def read(make_config):
+    """Loads a source of text; keyword arguments are keys of `[data]`."""
+    return lambda source, seen=None, **keys: load(make_config(data={"source": str(source)} | keys), seen)
+
+
+@pytest.fixture(scope="session")
+def refuse(read):
+    def refuse(source, message, **keys):
+        with pytest.raises(ConfigError, match=message):
+            read(source, **keys)
+
+    return refuse
 
 
 @pytest.fixture(scope="session")

@@ -23,8 +23,6 @@ from octavo.train.data.source import matches
 from octavo.train.data.tokenizer import END
 
 ENTRY = {"digests.json", "documents.bin", "facts.json", "ids.bin", "tokenizer.json"}
-
-
 LINES = sentences(60).splitlines()
 
 
@@ -135,25 +133,23 @@ def test_what_killed_builders_left_is_removed_after_a_day(make_config, tmp_path)
     assert [path.name for path in tmp_path.glob(".building-*")] == [".building-new"]
 
 
-def test_jsonl_rows_may_differ_in_all_but_the_text(make_config, tmp_path):
+def test_jsonl_rows_may_differ_in_all_but_the_text(read, tmp_path):
     texts = [{"text": line} for line in LINES]
     texts[1] |= {"n": 1, "of": {"a": []}}
     texts[2] |= {"n": "two"}
     for name, part in (("a", texts[:30]), ("b", [row | {"k": 2} for row in texts[30:]])):
         (tmp_path / f"{name}.jsonl").write_text("\ufeff" + "\r\n\n".join(map(json.dumps, part)), encoding="utf-8")
-    loaded = load(make_config(data={"source": str(tmp_path / "*.jsonl")}))
-    assert whole_text(loaded) == joined(LINES)
+    assert whole_text(read(tmp_path / "*.jsonl")) == joined(LINES)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_another_field_is_other_data(suffix, make_config, tmp_path):
+def test_another_field_is_other_data(suffix, read, tmp_path):
     texts = {field: sentences(60, seed).splitlines() for seed, field in enumerate(("a", "b"))}
     table = datasets.Dataset.from_dict(texts)
     source = tmp_path / f"[1] x.{suffix}"
     table.to_json(source) if suffix == "jsonl" else table.to_parquet(source)
     for field, lines in texts.items():
-        keys = {"source": str(source), "text_field": field, "cache": str(tmp_path / "cache")}
-        assert whole_text(load(make_config(data=keys))) == joined(lines)
+        assert whole_text(read(source, text_field=field, cache=str(tmp_path / "cache"))) == joined(lines)
 
 
 def test_a_build_that_dies_leaves_no_entry(make_config, tmp_path, monkeypatch):
@@ -181,10 +177,10 @@ def test_two_builders_of_one_entry(make_config, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [loaded.fingerprint[:24] + data.LAYOUT]
 
 
-def test_text_that_spells_a_special_token_stays_text(make_config, tmp_path):
+def test_text_that_spells_a_special_token_stays_text(read, tmp_path):
     text = "a <|endoftext|> b " * 20
     (tmp_path / "a.txt").write_text(text)
-    loaded = load(make_config(data={"source": str(tmp_path / "a.txt")}))
+    loaded = read(tmp_path / "a.txt")
     assert (loaded._ids == loaded.tokenizer.end_id).sum() == 1 and whole_text(loaded) == text + END
 
 
@@ -234,36 +230,29 @@ def test_a_vocabulary_over_16_bits(make_config, tmp_path, monkeypatch):
         ("a.csv", b"x", {}, r"files must end in \.txt, \.jsonl .*parquet: decompress or convert others"),
     ],
 )
-def test_bad_data(name, content, keys, message, make_config, tmp_path):
+def test_bad_data(name, content, keys, message, refuse, tmp_path):
     (tmp_path / name).write_bytes(content)
-    config = make_config(data={"source": str(tmp_path / name)} | keys)
-    with pytest.raises(ConfigError, match=message):
-        load(config)
+    refuse(tmp_path / name, message, **keys)
 
 
-def test_sources_that_are_not_there(make_config, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="matches no file"):
-        load(make_config(data={"source": str(tmp_path / "*.txt")}))
-    with pytest.raises(ConfigError, match=r"files must end in"):
-        load(make_config(data={"source": str(tmp_path / "*.md")}))
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load(make_config(data={"source": str(tmp_path / "folder")}))
+def test_sources_that_are_not_there(refuse, tmp_path, monkeypatch):
+    refuse(tmp_path / "*.txt", "matches no file")
+    refuse(tmp_path / "*.md", r"files must end in")
+    refuse(tmp_path / "folder", "cannot be read")
 
     def offline(name, *_, **__):
         raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(ConfigError, match=r"\"python-stdlb\" cannot be read: .*Hub.*did you mean 'python-stdlib'"):
-        load(make_config(data={"source": "python-stdlb"}))
+    refuse("python-stdlb", r"\"python-stdlb\" cannot be read: .*Hub.*did you mean 'python-stdlib'")
 
 
-def test_a_cache_on_a_full_disk(make_config, tmp_path):
+def test_a_cache_on_a_full_disk(refuse, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / "a.txt").write_text("a leaf folds eight times before a printer cuts it")
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # the tokens fit, their tokenizer does not
     try:
-        with pytest.raises(ConfigError, match=r"data\.cache = .* cannot be written: File too large"):
-            load(make_config(data={"source": str(tmp_path / "a.txt"), "cache": str(tmp_path / "cache")}))
+        refuse(tmp_path / "a.txt", r"data\.cache = .* cannot be written: File too large", cache=str(tmp_path / "cache"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not any(path.is_dir() for path in (tmp_path / "cache").iterdir())
@@ -278,104 +267,94 @@ def csv(folder, lines):
 
 
 @pytest.mark.parametrize("write", [save, csv, lambda folder, lines: put(folder, a__jsonl=rows(lines))])
-def test_content_identifies_a_folder_and_times_do_not(write, make_config, tmp_path):
+def test_content_identifies_a_folder_and_times_do_not(write, read, tmp_path):
     where = tmp_path / "data"
-    config = make_config(data={"source": str(where)})
     write(where, LINES)
-    first = load(config).fingerprint
+    first = read(where).fingerprint
     files = [path for path in where.rglob("*") if path.is_file()]
     times = {path: path.stat().st_mtime_ns for path in files}
     for path in files:
         os.utime(path, (1, 1))
-    assert load(config).fingerprint == first
+    assert read(where).fingerprint == first
     word = LINES[7].split()[0]
     for path in files:
         path.write_bytes(path.read_bytes().replace(word.encode(), word.upper().encode()))
         os.utime(path, ns=(times[path], times[path]))
-    changed = load(config)
+    changed = read(where)
     assert changed.fingerprint != first
     assert word.upper() in whole_text(changed)
 
 
-def test_splits_of_a_saved_data_set(make_config, tmp_path):
+def test_splits_of_a_saved_data_set(read, refuse, tmp_path):
     table = datasets.Dataset.from_dict
     both = datasets.DatasetDict({"train": table({"text": LINES}), "test": table({"text": LINES[::-1]})})
     both.save_to_disk(str(tmp_path))
     for split, lines in (("train", LINES), ("test", LINES[::-1])):
-        loaded = load(make_config(data={"source": str(tmp_path), "split": split}))
-        assert whole_text(loaded) == joined(lines)
-    with pytest.raises(ConfigError, match=r'no split "dev"; it has train, test: set data\.split'):
-        load(make_config(data={"source": str(tmp_path), "split": "dev"}))
-    with pytest.raises(ConfigError, match='no split "test"; it has train: set data.split'):
-        load(make_config(data={"source": str(tmp_path / "train"), "split": "test"}))
+        assert whole_text(read(tmp_path, split=split)) == joined(lines)
+    refuse(tmp_path, r'no split "dev"; it has train, test: set data\.split', split="dev")
+    refuse(tmp_path / "train", 'no split "test"; it has train: set data.split', split="test")
 
 
-def test_splits_by_the_names_of_files(make_config, tmp_path):
+def test_splits_by_the_names_of_files(read, tmp_path):
     put(tmp_path, train__jsonl=rows(LINES), test__jsonl=rows(LINES[::-1]), notes__md="x")
     seen = Recorder()
-    loaded = load(make_config(data={"source": str(tmp_path), "split": "test"}), seen)
-    assert whole_text(loaded) == joined(LINES[::-1])
+    assert whole_text(read(tmp_path, seen, split="test")) == joined(LINES[::-1])
     assert f'2 of 3 files in "{tmp_path}" are left out: 1 .md, 1 .jsonl' in seen.notes
 
 
-def test_rows_without_text_are_counted(make_config, tmp_path):
-    more = '{"text": null}\n{"text": ""}\n{"other": 1}\n'
-    config = make_config(data={"source": put(tmp_path, a__jsonl=more + rows(LINES))})
+def test_rows_without_text_are_counted(read, tmp_path):
+    put(tmp_path, a__jsonl='{"text": null}\n{"text": ""}\n{"other": 1}\n' + rows(LINES))
     for _ in range(2):  # from the cache too
         seen = Recorder()
-        load(config, seen)
+        read(tmp_path, seen)
         assert seen.notes == ['3 of 63 rows have no text in field "text" (missing, null or empty) and are left out']
 
 
-def test_each_file_of_a_folder_is_a_document(make_config, tmp_path):
+def test_each_file_of_a_folder_is_a_document(read, tmp_path):
     put(tmp_path / "b", z__txt="\ufeff" + sentences(60) + "\r\nend")
     put(tmp_path, a__txt=sentences(30), e__txt="", notes__md="# not read", README__md="---\nconfigs:\n")
     (tmp_path / "loop").symlink_to(tmp_path)
     seen = Recorder()
-    loaded = load(make_config(data={"source": str(tmp_path)}), seen)
-    assert whole_text(loaded) == sentences(30) + END + sentences(60) + "\r\nend" + END
+    assert whole_text(read(tmp_path, seen)) == sentences(30) + END + sentences(60) + "\r\nend" + END
     assert any("2 of 5 files" in note and "2 .md" in note for note in seen.notes)
     assert "1 of 3 files are empty and are left out" in seen.notes
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({}, "should hold files of one kind to read, and holds no files"),
-        ({"a__md": "x", "b__gz": gzip.compress(b"x")}, "holds 1 .md, 1 .gz: .*decompressed"),
-        ({"a__txt": "x", "b__jsonl": "{}"}, r"holds 1 .txt, 1 .jsonl: name some .*/\*\*/\*.jsonl"),
-    ],
-)
-def test_folders_that_are_refused(files, message, make_config, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        load(make_config(data={"source": put(tmp_path / "x", **files)}))
+def test_folders_that_are_refused(refuse, tmp_path):
+    refuse(put(tmp_path / "x"), "should hold files of one kind to read, and holds no files")
+    refuse(put(tmp_path / "y", a__md="x", b__gz=gzip.compress(b"x")), "holds 1 .md, 1 .gz: .*decompressed")
+    refuse(put(tmp_path / "z", a__txt="x", b__jsonl="{}"), r"holds 1 .txt, 1 .jsonl: name some .*/\*\*/\*.jsonl")
+    save(tmp_path / "saved", LINES)
+    state = (tmp_path / "saved/state.json").read_text().replace("data-00000", "../x/data-00000")
+    (tmp_path / "saved/state.json").write_text(state)
+    (tmp_path / "saved/data-00000-of-00001.arrow").rename(tmp_path / "x/data-00000-of-00001.arrow")
+    refuse(tmp_path / "saved", "its file .* is not in the folder")
 
 
-def test_no_code_of_a_data_folder_runs(make_config, tmp_path):
+def test_no_code_of_a_data_folder_runs(read, tmp_path):
     for kind, content in (("csv", "text\n" + "a b c d\n" * 50), ("jsonl", rows(LINES)), ("none", "")):
         folder = tmp_path / kind
         script = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
         put(folder, **{f"{kind}__py": script, "setup__py": script, "__init____py": script, f"a__{kind}": content})
         try:
-            load(make_config(data={"source": str(folder)}))
+            read(folder)
         except ConfigError:
             assert kind != "jsonl"
     assert not (tmp_path / "ran").exists()
 
 
-def test_links_to_nothing_are_refused(make_config, tmp_path):
+def test_links_to_nothing_are_refused(refuse, tmp_path):
     put(tmp_path, a__txt=sentences(60))
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
     for where in (tmp_path, tmp_path / "*.txt"):
-        with pytest.raises(ConfigError, match=r"b\.txt cannot be read: it is a link to .*gone, which does not exist"):
-            load(make_config(data={"source": str(where)}))
+        refuse(where, r"b\.txt cannot be read: it is a link to .*gone, which does not exist")
 
 
-def test_a_pattern_reads_a_file_once(make_config, tmp_path):
+def test_a_pattern_reads_a_file_once(read, tmp_path):
     put(tmp_path / "a", a__txt=sentences(60))
     for name in ("loop", "again"):  # two of them make a path for every number
         (tmp_path / "a" / name).symlink_to(tmp_path)
-    assert whole_text(load(make_config(data={"source": str(tmp_path / "**" / "*.txt")}))).count(END) == 1
+    assert whole_text(read(tmp_path / "**" / "*.txt")).count(END) == 1
 
 
 def test_patterns_match_as_those_of_glob(tmp_path, monkeypatch):
@@ -392,7 +371,7 @@ def test_patterns_match_as_those_of_glob(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet", "saved"])
-def test_a_file_that_changes_while_it_is_read(kind, make_config, tmp_path, monkeypatch):
+def test_a_file_that_changes_while_it_is_read(kind, refuse, tmp_path, monkeypatch):
     path = tmp_path / "data" / f"a.{kind}"
     put(path.parent, a__txt=sentences(60), a__jsonl=rows(LINES))
     table = datasets.Dataset.from_dict({"text": LINES})
@@ -411,9 +390,7 @@ def test_a_file_that_changes_while_it_is_read(kind, make_config, tmp_path, monke
         return opened_source
 
     monkeypatch.setattr(data, "open_source", changed)
-    config = make_config(data={"source": str(path), "cache": str(tmp_path / "cache")})
-    with pytest.raises(ConfigError, match="changed while it was read"):
-        load(config)
+    refuse(path, "changed while it was read", cache=str(tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -437,7 +414,7 @@ def test_any_damage_to_an_entry_is_found(make_config, tmp_path):
     assert list(tmp_path.iterdir()) == [entry]
 
 
-def test_rows_that_are_too_long(make_config, tmp_path, monkeypatch):
+def test_rows_that_are_too_long(refuse, tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "ROW_LIMIT", 3000)
     monkeypatch.setattr(documents, "CHUNK", 1000)
     lines = ["short", "long " * 1000]
@@ -445,8 +422,7 @@ def test_rows_that_are_too_long(make_config, tmp_path, monkeypatch):
     datasets.Dataset.from_dict({"text": lines}).to_parquet(tmp_path / "a.parquet")
     save(tmp_path / "saved", lines)
     for name, where in (("a.jsonl", "line 2"), ("a.parquet", "row 1"), ("saved", "row 1")):
-        with pytest.raises(ConfigError, match=rf"{where} .*is longer than .*\.txt file"):
-            load(make_config(data={"source": str(tmp_path / name)}))
+        refuse(tmp_path / name, rf"{where} .*is longer than .*\.txt file")
 
 
 def test_the_sample_is_that_of_whole_documents(monkeypatch):
@@ -496,27 +472,26 @@ def card(data_files):
 
 
 @pytest.mark.parametrize("name", [".h/x.jsonl", "__p/x.jsonl", ".x.jsonl"])
-def test_what_a_card_names_is_hashed_even_if_hidden(name, make_config, tmp_path):
-    config = make_config(data={"source": put(tmp_path / "data", README__md=card(name))})
+def test_what_a_card_names_is_hashed_even_if_hidden(name, read, tmp_path):
     path = tmp_path / "data" / name
+    put(tmp_path / "data", README__md=card(name))
     path.parent.mkdir(exist_ok=True)
     path.write_text(rows(LINES))
-    first = load(config).fingerprint
+    first = read(tmp_path / "data").fingerprint
     path.write_text(rows(LINES[::-1]))
-    changed = load(config)
+    changed = read(tmp_path / "data")
     assert changed.fingerprint != first
     assert whole_text(changed) == joined(LINES[::-1])
 
 
 @pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
 @pytest.mark.parametrize("name", ["../x.jsonl", "ABSOLUTE", "https://localhost/x.jsonl", "zip://x.jsonl::../x.zip"])
-def test_a_card_names_nothing_outside_its_folder(file, name, make_config, tmp_path):
+def test_a_card_names_nothing_outside_its_folder(file, name, refuse, tmp_path):
     put(tmp_path, x__jsonl=rows(LINES))
     content = card(name.replace("ABSOLUTE", str(tmp_path / "x.jsonl")))
     put(tmp_path / "data", a__csv="text\n" + "a b c d\n" * 50)
     (tmp_path / "data" / file).write_text(content if file == "README.md" else content.replace("---\n", ""))
-    with pytest.raises(ConfigError, match=r"its card names .*(not in the folder|must be in it)"):
-        load(make_config(data={"source": str(tmp_path / "data")}))
+    refuse(tmp_path / "data", r"its card names .*(not in the folder|must be in it)")
 
 
 @pytest.mark.parametrize(
@@ -531,32 +506,29 @@ def test_a_card_names_nothing_outside_its_folder(file, name, make_config, tmp_pa
         ("dataset_dict.json", '{"splits": ["../saved"]}', 'no split "train"; it has ../saved'),
     ],
 )
-def test_manifests_and_cards_of_another_content(name, content, message, make_config, tmp_path):
+def test_manifests_and_cards_of_another_content(name, content, message, refuse, tmp_path):
     save(tmp_path / "saved", LINES)
     put(tmp_path / "data", a__md="x")
     (tmp_path / "data" / name).write_text(content)
-    with pytest.raises(ConfigError, match=message):
-        load(make_config(data={"source": str(tmp_path / "data")}))
+    refuse(tmp_path / "data", message)
 
 
 @pytest.mark.parametrize(("name", "content"), [("A.TXT", sentences(60)), ("a.Jsonl", rows(LINES))])
-def test_suffixes_in_any_case(name, content, make_config, tmp_path):
+def test_suffixes_in_any_case(name, content, read, tmp_path):
     (tmp_path / name).write_text(content)
-    loaded = [load(make_config(data={"source": str(where)})) for where in (tmp_path, tmp_path / name)]
+    loaded = [read(where) for where in (tmp_path, tmp_path / name)]
     (tmp_path / name).rename(tmp_path / name.lower())
-    loaded.append(load(make_config(data={"source": str(tmp_path)})))
+    loaded.append(read(tmp_path))
     assert len({each.fingerprint for each in loaded}) == 1
 
 
-def test_compressed_text_is_read(make_config, tmp_path):
+def test_compressed_text_is_read(read, refuse, tmp_path):
     parts = [gzip.compress(rows(part).encode()) for part in (LINES[:30], LINES[30:])]
     packed = put(tmp_path / "packed", a__jsonl__gz=b"".join(parts))
-    assert whole_text(load(make_config(data={"source": packed}))) == joined(LINES)
+    assert whole_text(read(packed)) == joined(LINES)
     for name, compression in (("a.txt.zst", "zstd"), ("a.txt.gz", "gzip")):
         content = pyarrow.Codec(compression).compress(sentences(60).encode(), asbytes=True)
         (tmp_path / name).write_bytes(content)
-        config = make_config(data={"source": str(tmp_path / name)})
-        assert whole_text(load(config)) == sentences(60) + END
+        assert whole_text(read(tmp_path / name)) == sentences(60) + END
         (tmp_path / name).write_bytes(content[:100])
-        with pytest.raises(ConfigError, match=f"{name} cannot be read"):
-            load(config)
+        refuse(tmp_path / name, f"{name} cannot be read")

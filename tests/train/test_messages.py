@@ -205,10 +205,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_records(case, make_config, chats, tmp_path):
+def test_bad_records(case, refuse, chats, tmp_path):
     rows, message = BAD[case]
-    with pytest.raises(ConfigError, match=message):
-        load(make_config(data=chats | {"source": put(tmp_path / "bad.jsonl", *rows)}))
+    refuse(message=message, **chats | {"source": put(tmp_path / "bad.jsonl", *rows)})
 
 
 TEMPLATES = {
@@ -221,14 +220,13 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("case", TEMPLATES)
-def test_bad_templates(case, make_config, chats, tmp_path):
+def test_bad_templates(case, refuse, chats, tmp_path):
     template, message = TEMPLATES[case]
     del chats["tokenizer"]
     if template is not None:
         (tmp_path / "t.jinja").write_text(template)
         chats["chat_template"] = str(tmp_path / ("nowhere.jinja" if template == "nowhere.jinja" else "t.jinja"))
-    with pytest.raises(ConfigError, match=message):
-        load(make_config(data=chats))
+    refuse(message=message, **chats)
 
 
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}

@@ -37,6 +37,7 @@ def tokenizer(tmp_path):
 
 @pytest.fixture
 def files(tmp_path, tokenizer):
+    """Two folders: .jsonl in two files, and .parquet with row groups."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     for number in range(2):
@@ -58,6 +59,7 @@ STREAMED = {"streaming": True, "chunk_bytes": 2000}
 
 
 def one_of(files, number=0):
+    """One of the sources."""
     return {**files, "sources": [], "source": files["sources"][number]["source"]}
 
 
@@ -114,7 +116,8 @@ def test_a_mixed_epoch_has_every_document_once(extra, make_config, files):
         for start in starts:
             stop = next(n for n in range(start, 48) if targets[n] == end)
             seen[data.tokenizer.backend.decode(ids[start : stop + 1])] += 1
-    assert set(seen) == expected and all(count <= 3 for count in seen.values())
+    assert set(seen) == expected
+    assert all(count <= 3 for count in seen.values())
     note = Recorder()
     run(config, out=Path(files["cache"]).parent / "out", progress=note)
     (summary,) = [stage for stage in note.stages if stage.startswith("data: ")]
@@ -137,12 +140,14 @@ def test_bitwise_resume_in_the_middle_of_a_streamed_mixed_epoch(make_config, fil
     run(config, out=tmp_path / "cut", resume=True)
     assert_same(tmp_path / "whole", tmp_path / "cut")
     chunks = json.loads((tmp_path / "cut/checkpoints/step-000012/data.json").read_text())["chunks"]
-    assert len(chunks) == 2 and len(tokenized) < 2 + sum(map(len, chunks.values()))  # not those that are behind
+    assert len(chunks) == 2
+    assert len(tokenized) < 2 + sum(map(len, chunks.values()))  # not those that are behind
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_other_numbers_of_ranks_see_the_same_documents(gloo, make_config, files, tmp_path):
+    """A streamed mixture begun by one process, gone on with by two, and again by one."""
     optim = {"schedule": "constant", "warmup": 0}  # whatever the number of steps
     config = make_config(data=files | STREAMED, run={"steps": 9}, optim=optim, precision={"parameters": "fp32"})
     tables = config.model_dump(exclude_none=True)
@@ -152,7 +157,8 @@ def test_other_numbers_of_ranks_see_the_same_documents(gloo, make_config, files,
     gloo.run(job, 2, two, str(tmp_path / "other"), resume=True)
     job(tables, str(tmp_path / "other"), resume=True)
     losses = [[row[2] for row in curve(tmp_path / name)] for name in ("one", "other")]
-    assert losses[0][:3] == losses[1][:3] and losses[1] == pytest.approx(losses[0], rel=5e-4)
+    assert losses[0][:3] == losses[1][:3]
+    assert losses[1] == pytest.approx(losses[0], rel=5e-4)
 
 
 def test_a_streamed_epoch_follows_another_and_chunks_come_from_all_files(make_config, files):
@@ -263,7 +269,7 @@ def test_the_cache_of_chunks_is_bounded(make_config, files):
     assert all(torch.equal(row, again.row(0, sample)[0]) for sample, row in enumerate(rows))
 
 
-def test_what_cannot_be_streamed(make_config, files, tmp_path):
+def test_what_cannot_be_streamed(make_config, refuse, files, tmp_path):
     for data, message in (
         ({"source": "python-stdlib"}, "cannot be streamed: data.streaming takes files"),
         ({"tokenizer": None}, "a tokenizer would be trained on all of it before: set data.tokenizer"),
@@ -277,8 +283,7 @@ def test_what_cannot_be_streamed(make_config, files, tmp_path):
         (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
         one = {key: value for key, value in (files | {"sources": []} | STREAMED | data).items() if value is not None}
         one["source"] = one["source"] or files["sources"][0]["source"]
-        with pytest.raises(ConfigError, match=message):
-            load(make_config(data=one | {"packing": "stream"}))
+        refuse(message=message, **one | {"packing": "stream"})
     with pytest.raises(ConfigError, match=r"\[eval\] without a source holds out a share"):
         load(make_config(data=files | STREAMED, eval={}))
 
@@ -295,15 +300,14 @@ def test_documents_that_are_also_evaluated_on_count_once_and_from_the_first_chun
         assert notes[-1] == "5 documents trained on so far are also evaluated on", notes
 
 
-def test_a_chunk_whose_rows_have_no_text_and_a_parquet_file_without_the_column(make_config, files, tmp_path):
+def test_a_chunk_whose_rows_have_no_text(read, refuse, files, tmp_path):
     lines = "".join(json.dumps({"title": text}) + "\n" for text in rows_of(90, 1))
     (tmp_path / "a" / "1.jsonl").write_text(lines)
     one = one_of(files) | {"shuffle": False} | STREAMED
-    data = load(make_config(data=one))
+    data = read(**one)
     rows = [data.row(0, sample)[0] for sample in range(3 * data.windows)]
     assert len(data._rows) == len(data._chunks) and torch.equal(rows[0], rows[data.windows])
-    with pytest.raises(ConfigError, match='no field "txt".*set data.text_field'):
-        load(make_config(data=one | {"text_field": "txt"}))
+    refuse(message='no field "txt".*set data.text_field', **one | {"text_field": "txt"})
 
 
 def test_held_out_documents_of_each_source(make_config, files):
