@@ -10,7 +10,7 @@ from tiny_runs import assert_resumes, image_tables
 
 from octavo.train import ConfigError, load_config, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
-from octavo.train.data.images import ImageShape, load_folder
+from octavo.train.data.images import ImageShape, load_images
 from octavo.train.record.progress import NullProgress
 from octavo.train.tasks.registry import task_of
 
@@ -113,21 +113,21 @@ def test_latents_are_read_as_they_are(tmp_path):
         for index in range(3):
             np.save(tmp_path / name / f"{index}.npy", rng.standard_normal((4, 8, 8)).astype(np.float16))
     shape = ImageShape(4, 8, 8)
-    images = load_folder(tmp_path, shape, shuffle=False, progress=NullProgress())
+    images = load_images(str(tmp_path), shape, shuffle=False, progress=NullProgress())
     pixels, labels = images.examples([0, 5])
     assert labels.tolist() == [0, 1] and pixels.dtype == torch.float32
     assert torch.equal(pixels[1], torch.from_numpy(np.load(tmp_path / "dog" / "2.npy").astype(np.float32)))
     with pytest.raises(ConfigError, match=r"cat/0.npy is float16 \[4, 8, 8\]; the model takes"):
-        load_folder(tmp_path, ImageShape(3, 8, 8), shuffle=False, progress=NullProgress())
+        load_images(str(tmp_path), ImageShape(3, 8, 8), shuffle=False, progress=NullProgress())
     np.save(tmp_path / "dog" / "1.npy", np.full((4, 8, 8), np.nan, np.float32))
     with pytest.raises(ConfigError, match="dog/1.npy holds NaN"):
-        load_folder(tmp_path, shape, shuffle=False, progress=NullProgress())
+        load_images(str(tmp_path), shape, shuffle=False, progress=NullProgress())
     (tmp_path / "dog" / "1.npy").write_bytes(b"no array")
     with pytest.raises(ConfigError, match="dog/1.npy cannot be read"):
-        load_folder(tmp_path, shape, shuffle=False, progress=NullProgress())
+        load_images(str(tmp_path), shape, shuffle=False, progress=NullProgress())
     (tmp_path / "dog" / "1.png").write_bytes(b"")
     with pytest.raises(ConfigError, match="both images and latents"):
-        load_folder(tmp_path, shape, shuffle=False, progress=NullProgress())
+        load_images(str(tmp_path), shape, shuffle=False, progress=NullProgress())
 
 
 @pytest.mark.thorough

@@ -9,8 +9,9 @@ from tiny_runs import assert_resumes, image_tables
 
 from octavo.train import ConfigError, RunResult, load_config, parse_config, read_metrics, run
 from octavo.train.config.shrink import change_of
-from octavo.train.data.images import ImageShape, load_digits
+from octavo.train.data.images import ImageShape, load_images
 from octavo.train.model import check_model
+from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_memory, plan_step
 from octavo.train.tasks.registry import task_of
 
@@ -26,11 +27,11 @@ tables = partial(image_tables, {"type": "vit", "config": VIT}, {"task": "image-c
 
 @pytest.fixture(scope="module")
 def digits():
-    return load_digits(SHAPE, shuffle=True)
+    return load_images("digits", SHAPE, shuffle=True, progress=NullProgress())
 
 
 def test_batches_are_a_function_of_seed_and_step(digits):
-    again = load_digits(SHAPE, shuffle=True)
+    again = load_images("digits", SHAPE, shuffle=True, progress=NullProgress())
     assert digits.fingerprint == again.fingerprint
     for (pixels, labels), (same_pixels, same_labels) in [
         (digits.batch(1, step, 32), again.batch(1, step, 32)) for step in (7, 0)
@@ -47,7 +48,7 @@ def test_an_epoch_has_every_image_once_and_none_that_is_held_out(digits):
     assert torch.equal(labels.bincount(), all_labels.bincount())
     assert (count, len(digits.held_out)) == (1438, 359) and not set(digits.training) & set(digits.held_out)
     assert pixels.min() == -1 and pixels.max() == 1
-    in_order, _ = load_digits(SHAPE, shuffle=False).batch(5, 0, count)
+    in_order, _ = load_images("digits", SHAPE, shuffle=False, progress=NullProgress()).batch(5, 0, count)
     assert torch.equal(in_order, all_pixels)
 
 

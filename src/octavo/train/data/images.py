@@ -238,12 +238,8 @@ class LabelledImages:
 
 def load_labelled(config: TrainConfig, shape: ImageShape, progress: Progress) -> LabelledImages:
     progress.stage("reading the data")
-    data = config.data
-    if data.source == DIGITS:
-        images = load_digits(shape, shuffle=data.shuffle)
-    else:
-        images = load_folder(expand(data.source), shape, shuffle=data.shuffle, progress=progress)
-    check_count(len(images.training), config.optim.batch, data.source)
+    images = load_images(config.data.source, shape, shuffle=config.data.shuffle, progress=progress)
+    check_count(len(images.training), config.optim.batch, config.data.source)
     return images
 
 
@@ -256,13 +252,12 @@ def image_classes(source: str, count: int | None) -> tuple[str, ...]:
     return tuple(classes_of(expand(source)))
 
 
-def load_digits(shape: ImageShape, *, shuffle: bool) -> LabelledImages:
-    pixels, labels = read_digits()
-    return LabelledImages(DigitImages(pixels, shape), labels.tolist(), DIGIT_NAMES, shape, shuffle=shuffle)
-
-
-def load_folder(folder: Path, shape: ImageShape, *, shuffle: bool, progress: Progress) -> LabelledImages:
-    """Read a folder with a folder of images for each class; `progress` gets a note on files that are left out."""
+def load_images(source: str, shape: ImageShape, *, shuffle: bool, progress: Progress) -> LabelledImages:
+    """Read the digits, or a folder of images for each class; `progress` gets a note on files that are left out."""
+    if source == DIGITS:
+        pixels, digits = read_digits()
+        return LabelledImages(DigitImages(pixels, shape), digits.tolist(), DIGIT_NAMES, shape, shuffle=shuffle)
+    folder = expand(source)
     classes = classes_of(folder)
     paths = [path for files in classes.values() for path in files]
     everything = files_below(folder)
