@@ -319,10 +319,8 @@ def test_a_checkpoint_that_cannot_be_removed_ends_no_run(make_config, tmp_path):
     trainer = make_trainer(make_config(run={"keep": 1}))
     trainer.save(tmp_path)
     trainer.step = 1
-    with (
-        mock.patch("octavo.train.checkpoint.store.shutil.rmtree", side_effect=OSError(13, "Permission denied")),
-        pytest.warns(RuntimeWarning, match=r"step-000000 cannot be removed: .*Permission denied"),
-    ):
+    denied = mock.patch("octavo.train.checkpoint.store.shutil.rmtree", side_effect=OSError(13, "Permission denied"))
+    with denied, pytest.warns(RuntimeWarning, match=r"step-000000 cannot be removed: .*Permission denied"):
         trainer.save(tmp_path)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == [".removing-step-000000", "step-000001"]  # removed in part at most: not to be resumed
@@ -382,10 +380,8 @@ def test_changed_weights_at_the_start_do_not_matter_to_a_resume(started, tmp_pat
 
 def test_a_missing_package_stops_a_run_before_it_begins(make_config, tmp_path):
     for name in ("plotly", "tensorboard", "jinja2"):
-        with (
-            mock.patch("octavo.train.loop.find_spec", lambda asked, name=name: None if asked == name else asked),
-            pytest.raises(ConfigError, match=rf"{name} is not installed: pip install 'octavo\[train\]'"),
-        ):
+        without = mock.patch("octavo.train.loop.find_spec", lambda asked, name=name: asked != name or None)
+        with without, pytest.raises(ConfigError, match=rf"{name} is not installed: pip install 'octavo\[train\]'"):
             run(make_config(), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

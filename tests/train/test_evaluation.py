@@ -105,9 +105,8 @@ def expected_loss(model, held_out, rows):
 @pytest.mark.thorough
 @pytest.mark.parametrize("level", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
 def test_the_loss_is_that_of_a_plain_loop(level, make_config, tmp_path):
-    config = make_config(
-        eval={"every": 4, "fraction": 0.3, "batches": 10}, optim={"batch": 5}, precision={"level": level}
-    )
+    evaluated = {"every": 4, "fraction": 0.3, "batches": 10}
+    config = make_config(eval=evaluated, optim={"batch": 5}, precision={"level": level})
     result = run(config, out=tmp_path)
     rows = read_metrics(tmp_path)
     assert [row.step for row in rows if row.held_out] == [4, 6] and result.held_out == rows[-1].held_out

@@ -208,9 +208,8 @@ def test_the_note_counts_tied_parameters_once_and_names_those_without_gradients(
     assert frozen_note(model, []) == ""
     freeze(model, ["lm_head", "embed_tokens"])
     total = sum(parameter.numel() for parameter in model.parameters())
-    assert frozen_note(model, ["lm_head", "embed_tokens"]) == (
-        f"9,600 of {total:,} parameters are not trained: 9,600 by model.frozen"
-    )
+    note = f"9,600 of {total:,} parameters are not trained: 9,600 by model.frozen"
+    assert frozen_note(model, ["lm_head", "embed_tokens"]) == note
     model = llama()
     freeze_unused(model, lambda copy: copy.model.layers[0].mlp(torch.ones(1, 1, 32)).sum())
     assert "that no gradient reaches (model.embed_tokens, model.layers.0.self_attn.q_proj, " in frozen_note(model, [])

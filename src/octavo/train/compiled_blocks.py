@@ -192,8 +192,7 @@ class Checkpointing:
         return (caching if self._saved is None else _nested(_Recorder(self._saved, block), caching)), cached
 
 
-SavedOutputs = dict[int, tuple[torch.UntypedStorage, SavedStorage]]
-"""Storages by their address, which stays theirs while they are here."""
+SavedOutputs = dict[int, tuple[torch.UntypedStorage, SavedStorage]]  # By the address, which stays a storage's own
 
 
 class _Recorder(TorchDispatchMode):

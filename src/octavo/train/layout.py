@@ -118,11 +118,9 @@ def check_layout(parallel: ParallelConfig, optim: Optim, data: Data, world: int)
     if batch % (parts * ranks):
         suggestion = -(-batch // (parts * ranks)) * parts * ranks
         fewer = 0 if batch % ranks else max(n for n in range(1, parts + 1) if batch // ranks % n == 0)
-        problem = (
-            f"optim.batch = {batch} sequences in {parts} micro-batches cannot be shared by {ranks} processes evenly"
-        )
+        problem = f"optim.batch = {batch} sequences in {parts} micro-batches cannot be shared by {ranks} processes"
         hint = f", or optim.micro_batches = {fewer}" if fewer else ""
-        raise ConfigError(f"{problem}: set optim.batch to a multiple of {parts * ranks}, as {suggestion}{hint}")
+        raise ConfigError(f"{problem} evenly: set optim.batch to a multiple of {parts * ranks}, as {suggestion}{hint}")
     needed = parallel.pp * (SCHEDULES[parallel.schedule] if parallel.schedule == "DualPipeV" else 1)
     if parallel.pp > 1 and parts < needed:
         what = f"optim.micro_batches = {parts} do not fill a pipeline of parallel.pp = {parallel.pp}"
@@ -218,9 +216,8 @@ def divide_layers(model: nn.Module, settings: ParallelConfig, mesh: DeviceMesh |
             _share_layers(model, settings, mesh, fp8 and settings.fp8_comm != "off")
     divides = settings.sequence_parallel and settings.tp > 1
     labels = settings.tp if divides else settings.cp
-    return RankLayout(
-        forward=model, inputs=(0, settings.cp), labels=(0, labels), loss_parts=settings.tp if divides else 1
-    )
+    loss_parts = settings.tp if divides else 1
+    return RankLayout(forward=model, inputs=(0, settings.cp), labels=(0, labels), loss_parts=loss_parts)
 
 
 def _share_layers(model: nn.Module, settings: ParallelConfig, mesh: DeviceMesh, sends_fp8: bool) -> None:

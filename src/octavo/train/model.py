@@ -254,11 +254,9 @@ def check_fit(model: Any, source: Model, sequence_length: int, tokenizer: TextTo
     rows = model.get_input_embeddings().weight.shape[0]
     from_path = source.path is not None
     if rows < tokenizer.size:
-        own, other = "give the folder of the model's own tokenizer as data.tokenizer", f"vocab_size = {tokenizer.size}"
-        remedy = own if from_path else f"set model.config.{other}, or leave it out"
-        raise ConfigError(
-            f"the model's vocabulary of {rows} is smaller than the tokenizer's {tokenizer.size}: {remedy}"
-        )
+        own, size = "give the folder of the model's own tokenizer as data.tokenizer", tokenizer.size
+        remedy = own if from_path else f"set model.config.vocab_size = {size}, or leave it out"
+        raise ConfigError(f"the model's vocabulary of {rows} is smaller than the tokenizer's {size}: {remedy}")
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(context, int) and -1 < context < sequence_length:
         problem = f"data.sequence_length = {sequence_length} is longer than the model's context of {context}"

@@ -59,9 +59,7 @@ def parameter_settings(model: nn.Module, optim: Optim, *, part: bool = False) ->
         own = getattr(group, spec.name, None)  # muon = true or false
         if group is not None and own and name not in taken:
             problem = f'optim.groups: "{group.match}" matches {name}, which {spec.name} = true does not fit'
-            raise ConfigError(
-                f"{problem}: {spec.name.title()} optimizes hidden matrices (no embeddings, heads, vectors)"
-            )
+            raise ConfigError(f"{problem}: {spec.name.title()} is for hidden matrices (no embeddings, heads, vectors)")
         settings[name] = ParameterSettings(
             group=number, rest=name not in taken or own is False, undecayed=name not in decayed,
             lr=optim.lr if group is None or group.lr is None else group.lr,

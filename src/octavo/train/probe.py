@@ -58,10 +58,8 @@ def check_causal(
     gradient = _embedding_gradient(model, logits, inputs, slice(None, -1))
     if gradient is not None and has_last and bool(gradient[:, -1].abs().max() > MAX_LEAK * gradient.abs().max()):
         problem = f"{type(model).__name__} is not causal: its output at a token depends on later ones"
-        hint = (
-            'a model.type that generates text, as "llama"; of an encoder, model.config.is_decoder = true may make one'
-        )
-        raise ConfigError(f"{problem}, which contain the answer. Choose {hint}")
+        hint = 'model.type that generates text, as "llama"; of an encoder, model.config.is_decoder = true may make one'
+        raise ConfigError(f"{problem}, which contain the answer. Choose a {hint}")
 
 
 def _check_documents_apart(model: nn.Module, logits: Callable[[Tensor], Tensor], inputs: Tensor) -> None:

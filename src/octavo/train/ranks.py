@@ -240,10 +240,8 @@ def _connect(device: torch.device, rank: int, timeout: float) -> Store:
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=limit)
     except (dist.DistError, RuntimeError, ValueError) as error:
         address = ":".join(os.environ.get(name, "(unset)") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        problem = (
-            f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = {address} within {timeout:g} s"
-        )
-        problem += f" ({' '.join(str(error).split())[:200]})"
+        problem = f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = {address}"
+        problem += f" within {timeout:g} s ({' '.join(str(error).split())[:200]})"
         remedy = "give every machine the same --rdzv-endpoint HOST:PORT, and see that HOST answers on PORT"
         raise ConfigError(f"{problem}: {remedy}") from None
     return store

@@ -12,14 +12,14 @@ from torch import nn
 class ModelKind:
     noun: str  # What they are, as "causal language model"
     auto_class: str  # The class of Transformers that makes them, as "AutoModelForCausalLM"
-    mapping: str  # The name of its table of classes by `model_type`
+    mapping: str  # Its table of classes by `model_type`, as "CAUSAL_LM"
 
     @property
     def classes(self) -> dict[str, Any]:
         """Names of the classes by `model_type`; a tuple where there are several."""
         from transformers.models.auto import modeling_auto
 
-        names: dict[str, Any] = getattr(modeling_auto, self.mapping)
+        names: dict[str, Any] = getattr(modeling_auto, f"MODEL_FOR_{self.mapping}_MAPPING_NAMES")
         return names
 
     @property
@@ -34,10 +34,6 @@ class ModelKind:
             type(model)(deepcopy(model.config))
 
 
-LANGUAGE = ModelKind("causal language model", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
-IMAGE_CLASSIFICATION = ModelKind(
-    "image classifier", "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
-)
-IMAGE_TEXT = ModelKind(
-    "vision-language model", "AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
-)
+LANGUAGE = ModelKind("causal language model", "AutoModelForCausalLM", "CAUSAL_LM")
+IMAGE_CLASSIFICATION = ModelKind("image classifier", "AutoModelForImageClassification", "IMAGE_CLASSIFICATION")
+IMAGE_TEXT = ModelKind("vision-language model", "AutoModelForImageTextToText", "IMAGE_TEXT_TO_TEXT")

@@ -277,9 +277,7 @@ def check_same_model(folder: Path, config: Any) -> None:
         before, now = (json.dumps(value, sort_keys=True) for value in values)
         if before != now and key not in IGNORED_CONFIG_KEYS:
             problem = f"{folder} holds another model: there {key} = {before}, here {now}"
-            raise ConfigError(
-                f"{problem}. Set it back in model.path or [model.config], or choose another folder (--out)"
-            )
+            raise ConfigError(f"{problem}. Set it back in model.path or [model.config], or choose another --out")
 
 
 def load_checkpoint(

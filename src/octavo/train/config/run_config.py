@@ -156,8 +156,8 @@ class TrainConfig(Section):
             return f"recipe {name!r} measures between the micro-batches of a pipeline"
         if parallel.pp > 1 and schedule in ZERO_BUBBLE:
             return f"{schedule} runs the backward of a block in two parts, and a graph has one"
-        tells = f"parallel.{mode} = {size} exchanges tensors between ranks inside a block, which no graph does"
-        return tells if mode in ("tp", "cp", "ep") else ""
+        reason = f"parallel.{mode} = {size} exchanges tensors between ranks inside a block, which no graph does"
+        return reason if mode in ("tp", "cp", "ep") else ""
 
     @property
     def frozen(self) -> Literal["bf16", "fp8"]:
@@ -230,9 +230,7 @@ def load_config(
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         problem = f"no such config file: {path}{nearest(str(path), map(str, Path(path).parent.glob('*.toml')))}"
-        raise ConfigError(
-            f"{problem}; give the path of a TOML file, such as the repository's configs/demo.toml"
-        ) from None
+        raise ConfigError(f"{problem}; give the path of a TOML file, such as configs/demo.toml") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a TOML file: {error}") from None
     except ValueError as error:
