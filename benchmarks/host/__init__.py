@@ -2,6 +2,7 @@
 (docs/host_time.md). Times are ratios to bf16's on the same machine; launches, dispatches and calls are exact.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def main(arguments: list[str]) -> None:
     if options.write and options.only:
         parser.error("--write renews all rows, from which the planner's ratios come: without --only")
     sys.path.append(str(options.peers))
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to stderr when it starts and stops
     from benchmarks.host import stub
 
     try:
