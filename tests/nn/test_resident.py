@@ -157,6 +157,11 @@ def test_an_optimizer_does_not_step_it(weight):
     assert same_bytes(before, weight)
 
 
+def test_sharing_memory_shares_the_bytes(weight):
+    assert not weight.is_shared()
+    assert weight.share_memory_().is_shared() and weight.data_.is_shared() and weight.scale.is_shared()
+
+
 def test_torch_save_of_tensors_loads_without_code(weight):
     loaded = saved_and_loaded({"w": weight})["w"]
     assert isinstance(loaded, nn.Parameter) and not loaded.requires_grad and same_bytes(loaded, weight)

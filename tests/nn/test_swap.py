@@ -64,6 +64,16 @@ class WrappingWithItsName(nn.Linear):
         cls.forward = functools.wraps(inner)(lambda self, input: 2 * inner(self, input))
 
 
+class Copied(nn.Linear):
+    def __deepcopy__(self, memo):
+        return type(self)(self.in_features, self.out_features)
+
+
+class Pickled(nn.Linear):
+    def __getstate__(self):
+        return {key: value for key, value in vars(self).items() if key in vars(nn.Linear(1, 1))}
+
+
 class Refusing(nn.Linear):
     def __setattr__(self, name, value):
         if name in ("recipe", "__class__", "octavo_plan", "amax_history"):
@@ -98,6 +108,8 @@ def state(model):
         (Fixed, "raises TypeError: .*changes its subclasses"),
         (Wrapping, "raises TypeError: .*changes its subclasses"),
         (WrappingWithItsName, "raises TypeError: .*replaces the forward of its subclasses"),
+        (Copied, "copies itself in its own way"),
+        (Pickled, "copies itself in its own way"),
     ],
 )
 def test_a_linear_that_would_lose_something_is_left_alone_with_the_reason(owner, reason):

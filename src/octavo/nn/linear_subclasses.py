@@ -24,6 +24,7 @@ from octavo.runtime.linear_kinds import LINEAR, kind_of, kind_of_class
 from octavo.runtime.swap import has_own_forward, set_class
 
 ATTRIBUTES = ("recipe", "keep_weights", equalized.ATTRIBUTE)  # Attributes of a converted linear besides its parameters
+_COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,8 @@ def lossy_subclass(module: nn.Module) -> str | None:
     own |= {name for owner in type(module).__mro__ for name in vars(owner)}
     if taken := [name for name in ATTRIBUTES if name in own]:
         return f"it has an attribute {taken[0]!r} of its own, which a converted linear uses: rename it"
+    if any(getattr(type(module), name, None) is not getattr(nn.Linear, name, None) for name in _COPYING):
+        return f"{kind} copies itself in its own way, and the copy might not have its recipe"
     try:
         fp8_class(type(module), DEFAULT)
     except Exception as error:

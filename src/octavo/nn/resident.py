@@ -343,6 +343,16 @@ class ResidentWeight(Fp8Weight):
         assert isinstance(value, ResidentWeight)
         self.data_, self.scale = value.data_, value.scale
 
+    def share_memory_(self) -> "ResidentWeight":
+        """Move data and scales to shared memory."""
+        self.data_.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return whether the data is in shared memory."""
+        return bool(self.data_.is_shared())
+
     def data_ptr(self) -> int:
         """Raise ValueError: at no address are there values of the weight's dtype."""
         raise ValueError(
