@@ -30,7 +30,6 @@ def result(arm="bf16", tail=3.0, **changes):
 
 
 def step(number=1, loss=3.0, **changes):
-    """A step's metrics; without a loss it was skipped."""
     fields = {"lr": 1e-3, "grad_norm": 1.0, "loss_scale": None, "step_s": 1.0, "tokens_per_s": 1.0}
     return StepMetrics(**{"step": number, "tokens": number, "loss": loss, "skipped": loss is None} | fields | changes)
 

@@ -133,7 +133,6 @@ def _copy(params):
 
 
 def rate_of(config, step):
-    """Learning rate of step 0, 1, …: linear warmup, then the schedule."""
     optim, steps = config.optim, config.run.steps
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup

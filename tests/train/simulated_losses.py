@@ -18,8 +18,6 @@ def plain(rng, step):
 
 
 def scaled(factor):
-    """Plain noise, with loss and norm times what `factor(rng, step)` draws."""
-
     def drawn(rng, step):
         loss, norm = plain(rng, step)
         level = factor(rng, step)
@@ -29,8 +27,6 @@ def scaled(factor):
 
 
 def student(degrees):
-    """Student's t noise, of the loss and of the logarithm of the norm."""
-
     def t(rng):
         return rng.gauss(0, 1) / math.sqrt(sum(rng.gauss(0, 1) ** 2 for _ in range(degrees)) / degrees)
 

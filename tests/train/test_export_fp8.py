@@ -31,7 +31,6 @@ def trained(make_config, tmp_path):
 
 
 def check_rows(model, folder, without=()):
-    """The linears of the folder hold what `model` multiplies by."""
     tensors = load_file(folder / "model.safetensors")
     rows = [name for name in model.state_dict() if "proj" in name and not any(part in name for part in without)]
     for name in rows:

@@ -30,7 +30,6 @@ WATCHED = {"precision": {"level": "fp8"}, "inspect": {"every": 1}}
 
 @contextmanager
 def in_step(number, fault, until=None, **options):
-    """Runs inside train a model with a fault in `DOWN`, from one step until another, or in that one."""
     take = Trainer.train_step
 
     def broken(trainer):

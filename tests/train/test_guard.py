@@ -51,7 +51,6 @@ def test_a_rollback_killed_while_it_removes_a_checkpoint_leaves_no_partial_one(t
 
 @contextmanager
 def harder(*indices, factor=5.0):
-    """The loss of these batches is so many times larger."""
     loss = Trainer.loss
 
     def spoiled(self, *batch):

@@ -415,7 +415,6 @@ def test_a_stage_that_cannot_run_is_no_lost_rank(gloo, settings, tmp_path):
 
 
 def differing_job(tables, out, differences):
-    """The error of each setting, or variable of the environment, that only the second rank changes."""
     messages, last = [], dist.get_rank() == 1
     for key, value in differences.items():
         section, _, name = key.partition(".")

@@ -50,7 +50,6 @@ SOME = ["tp", "pp", *map(slow, ("tp-whole", "tp-fsdp", "pp-tp", "pp-fsdp", "cp",
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SOME)
 def test_checkpointing_recomputes_with_the_same_dropout(gloo, dropping, tmp_path, layout):
-    """Losses are bitwise those without it; so are those of a resumed run."""
     for name in ("none", "full"):
         made = dropping(layout, precision={"level": "fp8", "checkpointing": name}, run={"save_every": 3})
         gloo.run(job, MESHES[layout][0], made, str(tmp_path / name))
@@ -190,7 +189,6 @@ def killed_job(tables, out, step):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_rank_that_is_killed(gloo, settings, tmp_path, monkeypatch, mesh):
-    """The others raise an error long before the timeout of ten minutes, and all resume as if nothing had been."""
     monkeypatch.setattr("benchmarks.processes.AFTER_THE_FIRST", 90.0)
     world, parallel = MESHES[mesh]
     made = settings(run={"save_every": 2}, parallel=parallel, optim={"micro_batches": 2})

@@ -144,7 +144,6 @@ def test_shapes_that_dtensor_infers_are_no_memory(settings):
 
 @pytest.mark.slow
 def test_ranks_that_share_layers_compute_as_much_as_one(settings):
-    """The gradients of weights that are DTensors as well; the model's FLOPs do not depend on who computes them."""
     flops = []
     for parallel in ({}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}, {"pp": 2}):
         config = settings(parallel=parallel, optim={"batch": 8, "micro_batches": 2})

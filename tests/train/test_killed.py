@@ -116,7 +116,6 @@ def names(out):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A run of each kind, trained once, and how often it comes past each point."""
     trained = {}
 
     def get(name, config):

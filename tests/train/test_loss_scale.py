@@ -72,7 +72,6 @@ def test_the_scale_before_the_skipped_steps_comes_back():
 
 
 def skipped_under(fails, steps, scale):
-    """Counts `steps` steps that overflow where `fails(step, scale)`. Returns how many were skipped."""
     skips = 0
     for step in range(steps):
         skips += (overflow := fails(step, scale.value))

@@ -64,8 +64,6 @@ def one_of(files, number=0):
 
 
 class Counted(Sequences):
-    """Sequence n of an endless source."""
-
     def __init__(self, tokenizer, count):
         self.tokenizer, self.fingerprint, self.files, self._count = tokenizer, str(count), {}, count
 

@@ -226,8 +226,6 @@ def vision_model():  # draws a normal distribution that is cut off, in several s
 
 
 class Handmade(nn.Module):
-    """Reads, cuts and overwrites what it has drawn."""
-
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(50, 32, padding_idx=3)

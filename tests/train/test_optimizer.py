@@ -70,8 +70,6 @@ def test_masters_follow_fp32_adamw_and_parameters_are_rounded_from_them(dtype):
 
 
 class Odd(nn.Module):
-    """Parameters whose number of dimensions does not tell what they are."""
-
     def __init__(self):
         super().__init__()
         self.A_log = nn.Parameter(torch.ones(4, 2))

@@ -238,7 +238,6 @@ def test_a_rank_that_is_gone(gloo, action, signal_number):
 
 
 def alive_job(action):
-    """What comes of an error while all ranks are there, and how long that takes."""
     start = time.monotonic()
     try:
         with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
@@ -261,7 +260,6 @@ def test_an_error_while_all_ranks_are_alive_is_no_lost_rank(gloo, action):
 
 
 def leaving_job():
-    """A rank that fails for a reason of its own, before the other begins a collective."""
     try:
         with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
             if dist.get_rank() == 1:

@@ -35,7 +35,6 @@ pytestmark = pytest.mark.dist
 
 
 def timed_error(function, *args, **options):
-    """The error that a call raises, empty without one, and the seconds it took."""
     start = time.monotonic()
     try:
         function(*args, **options)
@@ -70,7 +69,6 @@ def test_data_that_differs_is_noticed_and_another_place_for_it_is_none(gloo, tab
 
 
 def slow_job(settings, out):
-    """The first rank takes longer to make the data ready than ranks wait for each other in a step."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     seconds = 4 if dist.get_rank() == 0 else 0
     slowly = lambda *args: (time.sleep(seconds), load_corpus(*args))[1]  # noqa: E731
@@ -127,7 +125,6 @@ def full_disk(after):
 
 
 def full_job(settings, out, full):
-    """Save two checkpoints, the second on a disk that is full for some ranks."""
     config = parse_config(settings)
     with join_ranks(config) as ranks:
         trainer = Trainer(config, load(config), ranks.device, ranks=ranks)

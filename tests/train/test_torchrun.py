@@ -59,7 +59,6 @@ class Launched:
         return sorted(pids)
 
     def until(self, condition):
-        """Wait for something; fails where torchrun ends before it, or after `PATIENCE`."""
         end = time.monotonic() + PATIENCE
         while not (value := condition()):
             assert self._process.poll() is None, self.text()
@@ -96,7 +95,6 @@ def written(make_config, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_a_restart_goes_on(written, tmp_path):
-    """Nothing is lost but the steps since the last checkpoint, and these come out the same."""
     config, _ = written(run={"steps": 30, "save_every": 4, "keep": 2})
     with Launched(config, tmp_path / "whole") as whole:
         assert whole.ended() == 0, whole.text()
@@ -120,7 +118,6 @@ def test_a_killed_rank_ends_the_run_and_a_restart_goes_on(written, tmp_path):
 
 @pytest.mark.slow
 def test_twenty_kills(written, tmp_path):
-    """Of either rank, at random moments, while it starts, trains, saves or recovers."""
     config, _ = written(run={"steps": 400, "save_every": 10, "keep": 2})
     with Launched(config, tmp_path / "whole") as whole:
         assert whole.ended() == 0, whole.text()
