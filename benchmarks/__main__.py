@@ -6,7 +6,8 @@ On a GPU (docs/gpu.md; elsewhere tiny shapes, nothing timed):
   layer        a decoder layer: time, peak memory, bytes kept per token
   run          `octavo train` at every precision level: start-up, speed, memory beside the prediction, loss
   step         one training step by part, beside the prediction of the same parts
-  published    workloads with public figures: bf16, torchao and Octavo in turns
+  host_gpu     wall time beside kernel time of eager linears and layers of few tokens
+  published    workloads with public figures: bf16, torchao, Octavo and Transformer Engine in turns
   kernels      quantizers, FP8 products and fused kernels, one by one, in TB/s and TFLOP/s
   ranks        one GPU under NCCL and under Gloo: sharded training, FP8 collectives, checkpoints, beside plain ones
   deep         every kernel in every configuration beside the reference, compiled by all cores first

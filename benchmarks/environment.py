@@ -1,12 +1,16 @@
-"""What a result file says about its machine, and how it is written: never half of one in the place of a whole one."""
+"""What a result file says about the machine it was measured on, and how it is kept: never half of one in the place of a
+whole one.
+"""
 
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
 import re
-from importlib.metadata import version
-from importlib.util import find_spec
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ PACKAGES = ("triton", "transformers", "torchao")
 
 
 def device_name(device: torch.device) -> str:
+    """Folder name of a device: the GPU's name, or "cpu"."""
     return torch.cuda.get_device_name(device).replace(" ", "-").lower() if device.type == "cuda" else "cpu"
 
 
@@ -36,10 +41,34 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "octavo": octavo.__version__,
         "torch": torch.__version__,
-        **{name: version(name) if find_spec(name) else None for name in PACKAGES},
+        **{name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to, which takes its place once it is whole: a reader, an interrupt or a kill meets
+    the old one or the new one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+    try:
+        yield scratch
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def unfinished(path: Path) -> Path:
+    """Where the rows of a result file are while it is being measured anew: the old one stays until all are there."""
+    return path.with_name(f"{path.name}.running")
+
+
+def previous(path: Path) -> Path:
+    """Where the GPU runner keeps an earlier run's result file while it measures anew."""
+    return path.with_name(f"{path.name}.before")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -51,22 +80,36 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def compile_caches(folder: Path | None) -> dict[str, str]:
-    """Make a folder for compiled kernels, `folder` or one in the home; return variables that name it to compilers."""
+def compile_caches(folder: Path | None) -> tuple[Path, dict[str, str]]:
+    """Return a folder for compiled kernels, `folder` or one in the home, and the variables by which compilers find it.
+
+    If it cannot be written, print a note and use a temporary one, also for what else goes to the cache of the home.
+    """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    caches = (folder or home / "octavo" / "benchmarks").resolve()
-    caches.mkdir(parents=True, exist_ok=True)
+    caches, also = (folder or home / "octavo" / "benchmarks").resolve(), {}
+    try:
+        caches.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=caches):
+            pass
+    except OSError as error:
+        broken, caches = caches, Path(tempfile.mkdtemp(prefix="octavo-caches-"))
+        print(f"note: {broken} cannot be written ({error.strerror}): compiled kernels go to {caches}; see --caches")
+        also = {"XDG_CACHE_HOME": str(caches)}
     names = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-    return {name: str(caches / kind) for name, kind in names.items()}
+    return caches, {name: str(caches / kind) for name, kind in names.items()} | also
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that takes the place of the old one once it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

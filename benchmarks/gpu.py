@@ -1,5 +1,11 @@
-"""Everything that needs a GPU, in stages that cannot take each other down (docs/gpu.md): a stage is a process with a
-deadline, which starts again behind a row that crashes, hangs, or takes several times its price.
+"""Everything that needs a GPU, from the source tree alone, in stages that cannot take each other down: docs/gpu.md.
+
+A stage is a process of its own. The most important parts that fit into `--total` minutes are chosen, and chosen again
+after each stage for the time that is really left. A price is what a part took in an earlier result file, compilation
+included, or else the estimate in `PARTS`. A stage knows its deadline and begins no row that costs more than what is
+left; where a row takes several times its price or takes the process down, the stage starts again behind that row.
+
+Needs Python, torch, triton and transformers; pytest for the stage `tests`. Other packages can be brought as wheels.
 """
 
 import argparse
@@ -11,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -21,8 +28,17 @@ import torch
 
 import benchmarks
 from benchmarks import command, targets
-from benchmarks.environment import RESULTS, compile_caches, device_name, environment, read_json, write_json
-from benchmarks.session import NO_GPU, NOTHING_TIMED
+from benchmarks.environment import (
+    RESULTS,
+    compile_caches,
+    device_name,
+    environment,
+    previous,
+    read_json,
+    unfinished,
+    write_json,
+)
+from benchmarks.session import NO_GPU, NOTHING_TIMED, part_of
 
 ROOT = Path(__file__).parent.parent
 STOP_S = 5.0  # Between the deadline of a stage and the time at which it is killed
@@ -32,15 +48,19 @@ TAIL = 40
 MOST_RESTARTS = 3
 PYTEST = (sys.executable, *"-m pytest tests/test_gpu.py -m gpu -v --color=no --tb=short".split(),
           *"-o addopts= -o filterwarnings= -p no:cacheprovider".split())  # fmt: skip
-_HOW = "(PASSED|FAILED|ERROR|SKIPPED|XFAIL\\w*)"
-VERDICT = re.compile(rf"\[gw\d+\] \[ *\d+%\] {_HOW} (\S.*)|(tests/\S.*?) {_HOW}")  # With xdist, or without
-EXAMPLES = "gpu --list --total 4\ngpu --total 4 --wheels wheels --caches caches\ngpu --stages smoke,linear"
+EXAMPLES = """gpu
+gpu --list --total 4
+gpu --total 4 --wheels wheels --caches caches --out results
+gpu --stages smoke,linear --minutes 4
+gpu --rehearse"""
+
+
 ALL = "all"  # Name of a part with the rows that no other part of its stage names
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a stage: `seconds` is its estimated price with empty caches, without the start of the process."""
+    """A part of a stage: `seconds` is its price with empty caches, without the start of the process."""
 
     stage: str
     name: str
@@ -53,13 +73,14 @@ PARTS = (
     Part("tests", ALL, 95, 90),
     Part("linear", "16384×4096×14336", 90, 40),
     Part("linear", "16384×8192×28672", 60, 45),
-    Part("linear", ALL, 30, 200),
+    Part("linear", ALL, 30, 180),
     Part("layer", "llama-3-8b", 85, 110),
     Part("layer", "dim-16384", 45, 90),
     Part("layer", "llama-2-7b", 40, 140),
     Part("run", ALL, 80, 180),
     Part("step", ALL, 75, 60),
     Part("published", ALL, 70, 180),
+    Part("host_gpu", ALL, 65, 45),
     Part("kernels", "quantize", 58, 45),
     Part("kernels", "product", 57, 50),
     Part("kernels", "fused", 42, 30),
@@ -73,35 +94,68 @@ START_S = 10.0  # Estimated seconds before a stage's first row: imports, CUDA, c
 LEAST_S = 10.0  # A stage is started only with so much time behind its start
 
 
-def total(parts: Sequence[Part], start_s: float = START_S) -> float:
-    return sum(part.seconds for part in parts) + start_s * len({part.stage for part in parts})
+class Prices:
+    """Seconds of parts and of starts, from the first result file of a stage in some folders, or estimated.
 
+    Where kernels are not compiled already (`warm`), nothing costs less than the estimate.
+    """
 
-def choose(parts: Iterable[Part], left: float, start_s: float = START_S) -> list[Part]:
-    """Return the parts that fit into `left` seconds, by importance, or the first one if a start is worth it."""
-    chosen: list[Part] = []
-    ordered = sorted(parts, key=lambda part: -part.importance)
-    for part in ordered:
-        if total([*chosen, part], start_s) <= left:
-            chosen.append(part)
-    return chosen or (ordered[:1] if start_s + LEAST_S <= left else [])
+    def __init__(self, folders: Sequence[Path] = (), *, warm: bool = False, quick: bool = False) -> None:
+        self.starts = {"tests": 0.0}
+        self._measured: dict[tuple[str, str], float] = {}
+        self._sure: set[str] = set()
+        for stage in STAGES:
+            files = (read_json(folder / f"{stage}.json") for folder in folders)
+            content = next((each for each in files if each and "note" not in each), {})
+            names, seconds = {part.name for part in PARTS if part.stage == stage}, Counter[str]()
+            for row in content.get("rows", []):
+                seconds[part_of(row) if part_of(row) in names else ALL] += row.get("took_s", 0.0)
+            seconds[ALL] += content.get("seconds", 0.0)  # pytest's
+            self._measured |= {(stage, name): cost for name, cost in seconds.items() if cost}
+            self.starts |= {stage: content["start_s"]} if "start_s" in content else {}
+            if warm and content.get("stopped") == "done" and ("--quick" in content.get("arguments", [])) <= quick:
+                self._sure.add(stage)
 
+    def of(self, part: Part) -> float:
+        """Seconds of a part. A measurement of some of its rows or with warm caches does not lower the estimate."""
+        measured = self._measured.get((part.stage, part.name), part.seconds)
+        return measured if part.stage in self._sure else max(measured, part.seconds)
 
-def listing(parts: Iterable[Part], left: float) -> str:
-    chosen = choose(parts, left)
-    lines = [f"{'stage':<10} {'part':<18} {'importance':>10} {'s':>6}  fits"]
-    for part in sorted(parts, key=lambda part: -part.importance):
-        fits = ("yes" if total(chosen) <= left else "in part") if part in chosen else "no"
-        lines.append(f"{part.stage:<10} {part.name:<18} {part.importance:>10} {part.seconds:>6.0f}  {fits}")
-    return "\n".join([*lines, f"{len(chosen)} parts, {total(chosen):.0f} s with the starts of their stages"])
+    def total(self, parts: Sequence[Part]) -> float:
+        starts = (self.starts.get(stage, START_S) for stage in {part.stage for part in parts})
+        return sum(map(self.of, parts)) + sum(starts)
+
+    def choose(self, parts: Iterable[Part], left: float) -> list[Part]:
+        """The parts that fit into `left` seconds, greedily by importance; if none does, the most important one for
+        which a start is worth it.
+        """
+        chosen: list[Part] = []
+        ordered = sorted(parts, key=lambda part: -part.importance)
+        for part in ordered:
+            if self.total([*chosen, part]) <= left:
+                chosen.append(part)
+        return chosen or [part for part in ordered if self.starts.get(part.stage, START_S) + LEAST_S <= left][:1]
+
+    def listing(self, parts: Iterable[Part], left: float) -> str:
+        chosen = self.choose(parts, left)
+        lines = [f"{'stage':<10} {'part':<18} {'importance':>10} {'start s':>8} {'s':>6}  {'price':<9} fits"]
+        for part in sorted(parts, key=lambda part: -part.importance):
+            source = "measured" if self._measured.get((part.stage, part.name)) == self.of(part) else "estimate"
+            fits = ("yes" if self.total(chosen) <= left else "in part") if part in chosen else "no"
+            numbers = f"{part.importance:>10} {self.starts.get(part.stage, START_S):>8.0f} {self.of(part):>6.0f}"
+            lines.append(f"{part.stage:<10} {part.name:<18} {numbers}  {source:<9} {fits}")
+        return "\n".join([*lines, f"{len(chosen)} parts, {self.total(chosen):.0f} s with the starts of their stages"])
 
 
 @dataclass
 class Outcome:
-    """What became of a stage; `failed` are rows with an error, `parts` those that ran to their end."""
+    """What became of a stage: `done`, `time`, `crashed`, `hung`, `killed` (at its limit), `no gpu` or `interrupted`.
+
+    `failed` are rows with an error, `parts` those that ran to their end, `tail` the last output where it ended badly.
+    """
 
     stage: str
-    ended: str = "done"  # Or time, crashed, hung, killed (at its limit), no gpu, interrupted
+    ended: str = "done"
     seconds: float = 0.0
     rows: int = 0
     failed: int = 0
@@ -118,12 +172,15 @@ def _progress(result: Path) -> tuple[int, Any]:
 
 @dataclass
 class Runner:
+    """Runs stages, whose result files and logs go to `out`."""
+
     out: Path
     options: argparse.Namespace
     environment: dict[str, str]
+    prices: Prices = field(default_factory=Prices)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     poll_s: float = 0.5
-    start_s: float = START_S
+    _said: set[str] = field(default_factory=set)
 
     def command(self, stage: str, seconds: float, parts: Sequence[Part] = (), *, resume: bool) -> list[str]:
         if stage == "tests":
@@ -148,31 +205,59 @@ class Runner:
         outcome, start = self.outcomes.setdefault(stage, Outcome(stage)), time.monotonic()
         outcome.ended, end, restarts = "interrupted", start + seconds, 0
         log, result = self.out / f"{stage}.log", self.out / f"{stage}.json"
-        for path in () if resume else (log, result):
-            path.unlink(missing_ok=True)
-        while True:
-            before = _progress(result)
-            ended = self._once(stage, end - time.monotonic(), log, parts, resume=resume or restarts > 0)
-            worth_it = ended in ("crashed", "hung") and stage != "tests" and restarts < MOST_RESTARTS
-            enough = end - time.monotonic() > self.start_s + LEAST_S
-            if not (worth_it and enough and _progress(result) != before):
-                break
-            restarts += 1
-            row = read_json(result).get("running") or read_json(result)["rows"][-1]
-            print(f"{stage}: {ended} in {row}; going on behind it", flush=True)
+        if not resume:
+            log.unlink(missing_ok=True)
+            if result.exists():  # of an earlier run: not this one's result, and worth keeping if this one has none
+                result.replace(previous(result))
+        try:
+            while True:
+                before = _progress(result)
+                ended = self._once(stage, end - time.monotonic(), log, parts, resume=resume or restarts > 0)
+                worth_it = ended in ("crashed", "hung") and stage != "tests" and restarts < MOST_RESTARTS
+                enough = end - time.monotonic() > self.prices.starts.get(stage, START_S) + LEAST_S
+                if not (worth_it and enough and _progress(result) != before):
+                    break
+                restarts += 1
+                row = read_json(result).get("running") or read_json(result)["rows"][-1]
+                self._say(f"{stage}: {ended} in {row}; going on behind it")
+        except BaseException:  # interrupted: what was there before comes back
+            if previous(result).exists() and result.exists():
+                result.replace(unfinished(result))
+            self.close()
+            raise
         outcome.ended, outcome.restarts = ended, outcome.restarts + restarts
         outcome.seconds = round(outcome.seconds + time.monotonic() - start, 1)
         outcome.parts += [part.name for part in parts] if outcome.ended == "done" else []
-        text = log.read_text(errors="replace").splitlines()
-        if stage == "tests":
+        self._conclude(outcome, log.read_text(errors="replace").splitlines(), result)
+        return outcome
+
+    def _conclude(self, outcome: Outcome, text: list[str], result: Path) -> None:
+        """Count the rows of a stage and print what became of it; what other stages printed as well is not repeated."""
+        if outcome.stage == "tests":
             self._keep_tests(text, outcome)
         rows = read_json(result).get("rows", [])
         outcome.rows, outcome.failed = len(rows), sum("error" in row for row in rows)
         outcome.tail = text[-TAIL:] if outcome.ended not in ("done", "time") else []
-        for line in dict.fromkeys(line for line in text if line.startswith("note: ")):
-            print(line)
-        print(f"{stage}: {ended}, {outcome.rows} rows", *outcome.tail[-8:], sep="\n  ", flush=True)
-        return outcome
+        self._say(*(line for line in text if line.startswith("note: ")))
+        print(f"{outcome.stage}: {outcome.ended}, {outcome.rows} rows", flush=True)
+        if outcome.tail and outcome.tail[-1] not in self._said:
+            self._said.add(outcome.tail[-1])
+            print("  " + "\n  ".join(outcome.tail[-8:]), flush=True)
+
+    def _say(self, *lines: str) -> None:
+        for line in lines:
+            if line not in self._said:
+                self._said.add(line)
+                print(line, flush=True)
+
+    def close(self) -> None:
+        """Bring back the earlier result of each stage that has none now, and delete the others."""
+        for path in self.out.glob(previous(Path("*.json")).name):
+            result = path.with_suffix("")
+            if result.exists():
+                path.unlink()
+            else:
+                path.replace(result)
 
     def _once(self, stage: str, seconds: float, log: Path, parts: Sequence[Part], *, resume: bool) -> str:
         result, begun, end = self.out / f"{stage}.json", time.time(), time.monotonic() + seconds
@@ -213,9 +298,14 @@ class Runner:
         return time.time() - max(touched, begun) > (limit or ROW_S)
 
     def _keep_tests(self, text: list[str], outcome: Outcome) -> None:
-        """Write what pytest printed as a result file: a killed one has written nothing else."""
-        found = [match for match in map(VERDICT.match, text) if match]
-        verdicts = {(match[2] or match[3]).strip(): match[1] or match[4] for match in found}
+        verdicts = {}
+        for line in text:
+            parallel = re.match(r"\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED|XFAIL\w*) (\S.*)", line)
+            serial = re.match(r"(tests/\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL\w*)", line)
+            if parallel:
+                verdicts[parallel[2].strip()] = parallel[1]
+            elif serial:
+                verdicts[serial[1]] = serial[2]
         rows: list[dict[str, Any]] = [{"stage": "test", "case": name, "result": how} for name, how in verdicts.items()]
         reasons = [line for line in text if line.startswith(("FAILED ", "ERROR "))]
         for row in rows:
@@ -231,10 +321,10 @@ class Runner:
 def spend(runner: Runner, parts: Iterable[Part], end: float, limit_s: float, after: Callable[[], None]) -> None:
     """Run the most important parts that fit until `end` (epoch), a stage at most `limit_s`; call `after` after each."""
     todo = list(parts)
-    while chosen := choose(todo, left := end - time.time(), runner.start_s):
+    while chosen := runner.prices.choose(todo, left := end - time.time()):
         stage = chosen[0].stage
         mine = [part for part in chosen if part.stage == stage]
-        others = total([part for part in chosen if part.stage != stage], runner.start_s)
+        others = runner.prices.total([part for part in chosen if part.stage != stage])
         outcome = runner.run(stage, min(left - others, limit_s), mine, resume=runner.options.resume)
         todo = [part for part in todo if part not in mine]
         after()
@@ -246,9 +336,10 @@ def spend(runner: Runner, parts: Iterable[Part], end: float, limit_s: float, aft
 
 
 def install(wheels: Path) -> Path:
+    """A folder with the packages of some wheels, for the stages' import path."""
     site = Path(tempfile.mkdtemp()) / "site"
-    words = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target"]
-    done = subprocess.run([*words, site, *sorted(wheels.glob("*.whl"))], stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target"]
+    done = subprocess.run([*command, site, *sorted(wheels.glob("*.whl"))], stderr=subprocess.PIPE, text=True)
     if done.returncode:
         print(f"note: nothing of {wheels} is installed: {(done.stderr.strip() or 'pip failed').splitlines()[-1]}")
     return site
@@ -263,15 +354,13 @@ def summary(out: Path, outcomes: Iterable[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str]) -> None:
-    parser = command("gpu", __doc__, EXAMPLES)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    text = command("gpu", __doc__, EXAMPLES)
+    add = text.add_argument
     add("--stages", default=",".join(STAGES), help=f"which of {','.join(STAGES)}; all if not given")
     add("--list", action="store_true", help="print all parts with their price and whether they fit; run nothing")
-    add(
-        "--out", type=Path, help="folder of results and logs (runs/gpu); results go to benchmarks/results/<device>/ too"
-    )
-    add("--total", type=float, default=float("inf"), help="minutes for all stages together")
+    add("--out", type=Path, help="folder of result files and logs; benchmarks/results/<device>/ gets the results too")
+    add("--total", type=float, help="minutes for all stages together")
     add("--minutes", type=float, help=f"limit of each stage ({MINUTES:.0f} without --total)")
     add("--resume", action="store_true", help="go on behind the rows in --out, without the parts that are done")
     add("--row-limit", type=float, help="seconds of a row after which it is cut (three times its price, 30 at least)")
@@ -280,40 +369,48 @@ def main(arguments: list[str]) -> None:
     add("--peers", type=Path, help="folder that holds torchao already (pip install --target)")
     add("--quick", action="store_true", help="only what the targets need")
     add("--rehearse", action="store_true", help="tiny shapes, nothing timed; always so without a GPU")
-    options = parser.parse_args(arguments)
+    return text
+
+
+def main(arguments: list[str]) -> None:
+    command = parser()
+    options = command.parse_args(arguments)
     asked = options.stages.split(",")
     if unknown := [name for name in asked if name not in STAGES]:
-        parser.error(f"there is no stage {unknown[0]!r}; there are: {', '.join(STAGES)}")
+        command.error(f"there is no stage {unknown[0]!r}; there are: {', '.join(STAGES)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options.rehearse |= device.type == "cpu"
-    out = (options.out or Path(tempfile.mkdtemp() if options.rehearse else "runs/gpu")).resolve()
-    kept = RESULTS / device_name(device)
-    variables = compile_caches(options.caches)
+    kept = None if options.rehearse else RESULTS / device_name(device)
+    out = (options.out or kept or Path(tempfile.mkdtemp())).resolve()
+    caches, variables = compile_caches(options.caches)
+    prices = Prices([out, kept or out], warm=any(caches.iterdir()), quick=options.quick)
     stages = read_json(out / "gpu.json").get("stages", []) if options.resume else []
     done = {(stage["stage"], name) for stage in stages for name in stage["parts"]}
     parts = [part for part in PARTS if part.stage in asked and (part.stage, part.name) not in done]
+    total_s = float("inf") if options.total is None else 60 * options.total
     if options.list:
-        print(listing(parts, 60 * options.total))
+        print(prices.listing(parts, total_s))
         return
+    end = benchmarks.STARTED + total_s
     out.mkdir(parents=True, exist_ok=True)
     paths = [str(ROOT / "src"), str(ROOT), *([str(install(options.wheels))] if options.wheels else [])]
-    path = os.pathsep.join(filter(None, [*paths, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
-    runner = Runner(out, options, {**os.environ, **variables, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"})
+    paths += os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join(filter(None, paths))
+    runner = Runner(out, options, {**os.environ, **variables, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}, prices)
     facts = {"benchmark": "gpu", "timed": not options.rehearse, "environment": environment(device)}
 
     def save() -> None:
-        write_json(out / "gpu.json", {**facts, "stages": [asdict(each) for each in runner.outcomes.values()]})
-        if options.rehearse or out == kept:
-            return
-        kept.mkdir(parents=True, exist_ok=True)
-        for name in ("gpu", *(outcome.stage for outcome in runner.outcomes.values() if outcome.rows)):
-            shutil.copy(out / f"{name}.json", kept)
+        for folder in {out, kept or out}:
+            if folder != out and (out / "tests.json").exists():
+                shutil.copy(out / "tests.json", folder)
+            write_json(folder / "gpu.json", {**facts, "stages": [asdict(each) for each in runner.outcomes.values()]})
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # ends the stage as well
-    limit_s = 60 * (options.minutes or (MINUTES if options.total == float("inf") else float("inf")))
+    limit_s = 60 * (options.minutes or (MINUTES if options.total is None else float("inf")))
     try:
-        spend(runner, parts, benchmarks.STARTED + 60 * options.total, limit_s, save)
+        spend(runner, parts, end, limit_s, save)
     finally:
+        runner.close()
         save()
     print(summary(out, runner.outcomes.values()))
     if options.rehearse:

@@ -59,11 +59,11 @@ EAGER = named(
 class Layer(nn.Module):
     """A Transformers decoder layer with its position embeddings: [batch, sequence, hidden] in and out."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, family: str = "") -> None:
         super().__init__()
         import transformers
 
-        family = "Mixtral" if size.experts else "Llama"
+        family = family or ("Mixtral" if size.experts else "Llama")
         experts = {"num_local_experts": size.experts, "experts_implementation": "grouped_mm"} if size.experts else {}
         name = family.lower()
         modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")

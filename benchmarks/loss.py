@@ -1,9 +1,14 @@
-"""The loss of a small Llama in FP8 beside bf16's, through `octavo compare`, for as many minutes as there are: then the
-run of the moment saves, and the same command goes on. Rows come from the folder of the runs (docs/gpu.md).
+"""The loss in FP8 beside bf16's on two seeds, through `octavo compare`, for as many minutes as there are.
+
+A Llama of 175 million parameters learns .py, .md, .rst and .txt files of the machine's site-packages. When `--minutes`
+are over, the run of the moment saves and stops; the same command goes on. Rows come from the folder of the runs: each
+run, then each seed's gap after as many tokens and after as many seconds; at the end the verdict.
 """
 
+import json
 import os
 import signal
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.environment import write_text
-from benchmarks.run import llama, tiny_text, toml
+from benchmarks.run import llama, toml
 from benchmarks.session import Row, Session, begin, parser
 from octavo.experiments.compare_report import to_json
 from octavo.experiments.compare_runs import Arm, compare, make_arms
@@ -21,11 +26,30 @@ from octavo.experiments.curves import Curves, smooth
 from octavo.train.record.metrics import METRICS_FILE, read_metrics
 from octavo.train.record.progress import NullProgress
 
+SUFFIXES = (".py", ".md", ".rst", ".txt")
+SMALLEST, LARGEST = 200, 10**6  # Bytes of a file that is read: below it is empty or a stub, above it is a table
 POINTS = 20  # Of a curve, in a row
 COMMON = {"run.name": "loss", "run.seed": 1, "run.save_every": 200, "run.keep": 1, "optim.lr": 6e-4,
           "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1}  # fmt: skip
 FULL = llama(1024, 2816, 11, 16, 16, 16384, 1024, batch=32) | {"data.vocab_size": 16384, "run.steps": 1000}
 TINY = llama(32, 64, 1, 2, 2, 320, 32, batch=2) | {"data.vocab_size": 320, "run.steps": 6}
+
+
+def gather(root: Path, path: Path, megabytes: float) -> int:
+    """Write texts below a folder into a .jsonl file, in the order of their names. Returns their number."""
+    lines, left = [], megabytes * 1e6
+    for file in sorted(file for file in root.rglob("*") if file.suffix in SUFFIXES and file.is_file()):
+        if not SMALLEST <= file.stat().st_size <= LARGEST:
+            continue
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if (left := left - len(text)) < 0:
+            break
+        lines.append(json.dumps({"text": text}))
+    write_text(path, "\n".join(lines) + "\n")
+    return len(lines)
 
 
 @contextmanager
@@ -43,6 +67,7 @@ def stopping_after(seconds: float | None, again: float = 2.0) -> Iterator[None]:
 
 
 def curve_of(folder: Path) -> dict[str, Any] | None:
+    """Steps, tokens, seconds and smoothed losses of a run so far; None before the first step."""
     metrics = read_metrics(folder) if (folder / METRICS_FILE).exists() else []
     if not metrics:
         return None
@@ -56,6 +81,7 @@ def curve_of(folder: Path) -> dict[str, Any] | None:
 
 
 def run_row(curve: dict[str, Any]) -> Row:
+    """The row of a run: where it is, and its curve by tokens and by seconds."""
     at = np.unique(np.linspace(0, len(curve["loss"]) - 1, POINTS).astype(int))
     points = [[int(curve["tokens"][i]), round(float(curve["seconds"][i]), 2), _rounded(curve["loss"][i])] for i in at]
     return {
@@ -95,6 +121,8 @@ def rows_of(session: Session, arms: list[Arm], folder: Path) -> None:
 
 
 class Lines(NullProgress):
+    """A line for each stage of a run and each fifty steps."""
+
     def stage(self, text: str) -> None:
         print(text, flush=True)
 
@@ -107,17 +135,21 @@ def main(arguments: list[str]) -> None:
     everything = "--runs runs/loss-everything --fp8 fp8+activations+optimizer"
     options = parser("loss", __doc__, "--minutes 10", "--minutes 10 optim.lr=3e-4", everything)
     add = options.add_argument
-    add("--runs", type=Path, default=Path("runs/loss"), help="folder of tokens, runs and checkpoints (runs/loss)")
+    add("--runs", type=Path, default=Path("runs/loss"), help="folder of text, runs and checkpoints (runs/loss)")
     add("--seeds", default="2", help="seeds, as for octavo compare (2)")
     add("--fp8", default="fp8", help="level of the second arm (fp8)")
+    add("--megabytes", type=float, default=128, help="most text to read (128)")
     add("overrides", nargs="*", metavar="SECTION.KEY=VALUE", help="settings of all runs")
     session = begin(options, arguments)
     session.rows.clear()  # they are made from the folder, which is newer
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) if session.tiny else session.options.runs.resolve()
-        settings = FULL | COMMON | {"data.cache": str(folder / "cache"), "optim.warmup": 100}
-        if session.tiny:
-            settings |= TINY | {"data.source": tiny_text(folder), "optim.warmup": 1}
+        corpus = folder / "corpus.jsonl"
+        if not corpus.exists():  # a later call reads the same text
+            root = Path(__file__).parent if session.tiny else Path(sysconfig.get_paths()["purelib"])
+            session.facts["files"] = gather(root, corpus, 0.05 if session.tiny else session.options.megabytes)
+        sizes, where = TINY if session.tiny else FULL, {"data.source": str(corpus), "data.cache": str(folder / "cache")}
+        settings = sizes | COMMON | where | {"optim.warmup": 1 if session.tiny else 100}
         del settings["model.config.vocab_size"]  # that of the tokenizer
         write_text(folder / "loss.toml", toml(settings))
         device = f"run.device={session.device.type}"

@@ -1,6 +1,11 @@
-"""Workloads with public figures, run here: bf16, torchao and Octavo in turns in one process.
+"""Workloads with public figures, run here: bf16, torchao, Octavo and Transformer Engine in turns in one process.
 
-A row compares speed-ups over bf16: the one measured beside it, and the one published, whose share is `beside`.
+Another card, driver or clock changes every time, so a row compares ratios: the speed-up over bf16 measured beside it,
+in turns, and the one that was published. `beside` is the first over the second: above 1, more is gained here. Octavo's
+rows stand beside the best FP8 figure of their workload, others beside their own.
+
+A training step needs the memory of two models at a time. It has as many layers as fit, and the published time is
+scaled by layers. Transformer Engine's arms replace linear layers only (`te.Linear`), in bf16 and in FP8.
 """
 
 import functools
@@ -15,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import layer, shapes
-from benchmarks.arms import Arm, available, build, by_the_clock, in_turns, named, step
+from benchmarks.arms import Arm, available, build, by_the_clock, importable, in_turns, named, step
 from benchmarks.layer import Size
 from benchmarks.session import Row, Session, begin, parser
 from benchmarks.timing import Run
@@ -56,7 +61,11 @@ class RandomCorpus:
 
 @dataclass(frozen=True)
 class Workload:
-    """A published figure of each arm, in `unit` (or `speedup` over bf16); Octavo has none."""
+    """One published measurement: the figure of each arm, of which Octavo has none, in `unit` (or `speedup` over bf16).
+
+    `make` makes the module, or the step, of an arm; without `dgrad` backward leaves out the gradient of the input;
+    `selective` checkpoints blocks, all products kept.
+    """
 
     name: str
     make: str
@@ -67,8 +76,8 @@ class Workload:
     note: str = ""
     unit: str = "ms"
     clock: str = "wall_ms"
-    dgrad: bool = True  # Whether backward computes the gradient of the input
-    selective: bool = False  # Blocks are checkpointed, all products kept
+    dgrad: bool = True
+    selective: bool = False
 
     def ratio(self, arm: str) -> float | None:
         figure, base = self.published.get(arm), self.published.get("bf16")
@@ -87,6 +96,9 @@ class Workload:
 _TE = "Transformer Engine, tutorial te_llama, one H100, batch 8 × 256"
 _TE_NOTE = "their layer also fuses norms and attention: FP8 alone gives {:.2f} ×"
 _AO = "torchao issue 2262, layer norm → linear → sigmoid, one H100"
+_NANO = "nanochat dev/LOG.md, 2026-02-02, H100"
+_COAT = "COAT, benchmark/benchmark_{}layer.py (batch 8 × 2048), which has no table; the figure is {}"
+_COLOSSAL = "ColossalAI, FP8 announcement, one H100"
 _LLAMA_2 = Model(4096, 11008, 32, 32, 32, 32000, sequence=256, batch=8)
 _LLAMA_3 = Model(4096, 14336, 32, 32, 8, 128256, sequence=256, batch=8)
 
@@ -94,13 +106,11 @@ WORKLOADS = (
     Workload("te-llama-2-7b", "step", _LLAMA_2, "eager", {"bf16": 248, "te bf16": 185, "te fp8": 160}, _TE,
              _TE_NOTE.format(185 / 160)),
     Workload("nanochat-d26-mlp", "linear", Size(1664, 6656, 0, 0, 1, 65536), "compiled",
-             {"bf16": 4.79, "torchao rowwise": 4.55, "torchao tensorwise": 4.06},
-             "nanochat dev/LOG.md, 2026-02-02, H100",
+             {"bf16": 4.79, "torchao rowwise": 4.55, "torchao tensorwise": 4.06}, _NANO,
              "without dgrad: with it, their 2.79 ms of backward would exceed the card's peak", clock="kernel_ms",
              dgrad=False),
     Workload("coat-llama-2-7b", "layer", layer.LAYERS["llama-2-7b"], "eager", {"bf16": 1.0, "coat": 3.53 / 2.80},
-             "COAT, benchmark/benchmark_llamalayer.py (batch 8 × 2048); the figure is of training on 8 H100 (README)",
-             unit="speedup", clock="kernel_ms"),
+             _COAT.format("llama", "of training on 8 H100 (README)"), unit="speedup", clock="kernel_ms"),
     Workload("torchao-16384", "layer", layer.LAYERS["dim-16384"], "compiled",
              {"bf16": 34.18, "torchao tensorwise": 22.64}, _AO),
     Workload("torchtitan-llama-3-8b", "step", replace(_LLAMA_3, batch=1, sequence=8192), "compiled",
@@ -110,16 +120,67 @@ WORKLOADS = (
              unit="tokens_per_s", selective=True),
     Workload("te-llama-3-8b", "step", _LLAMA_3, "eager", {"bf16": 270, "te bf16": 217, "te fp8": 185}, _TE,
              _TE_NOTE.format(217 / 185)),
+    Workload("nanochat-d26", "nanochat", Size(1664, 6656, 13, 13, 32, 2048), "compiled",
+             {"bf16": 630e3, "torchao rowwise": 564e3, "torchao tensorwise": 740e3}, _NANO,
+             "one block here, training on 8 GPUs there", unit="tokens_per_s", clock="kernel_ms"),
+    Workload("coat-olmo-7b", "olmo", Size(4096, 11008, 32, 32, 8, 2048), "eager", {"bf16": 1.0, "coat": 1.43},
+             _COAT.format("olmo", "the end-to-end one of arXiv 2410.19313"), unit="speedup", clock="kernel_ms"),
+    *(Workload(f"colossalai-{side}", "linear", Size(side, side, 0, 0, 1, side), "eager", {}, _COLOSSAL,
+               "published as a picture only: on par with Transformer Engine", clock="kernel_ms")
+      for side in (8192, 4096, 16384)),
     Workload("torchao-2048", "layer", Size(2048, 2048, 0, 0, 1, 2048), "compiled",
              {"bf16": 0.9766, "torchao tensorwise": 1.1779}, _AO, "the host's time; eager: 0.130 bf16, 0.184 FP8"),
 )  # fmt: skip
 QUICK = 5  # The first so many workloads are the ones of `--quick`
-ARMS = ("bf16", "octavo rowwise", "torchao tensorwise", "octavo tensorwise", "torchao rowwise")
+ARMS = ("bf16", "octavo rowwise", "torchao tensorwise", "octavo tensorwise", "torchao rowwise", "te fp8", "te bf16")
 TINY = {"step": TINY_MODEL, "linear": Size(64, 96, 0, 0, 1, 32)}
 
 
+class NanochatBlock(nn.Module):
+    """nanochat's block, without its value embeddings and rotary positions: attention, and an MLP with relu²."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width, inner, self.heads = size.hidden, size.intermediate, size.heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((width, inner), (inner, width)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.rms_norm(x, x.shape[-1:])
+        q, k, v = (linear(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + self.down(F.relu(self.up(F.rms_norm(x, x.shape[-1:]))).square())
+
+
+class TransformerEngine(nn.Module):
+    """A module with `te.Linear` for each linear layer, run under its FP8 context."""
+
+    def __init__(self, module: nn.Module, fp8: bool) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.module, self.fp8 = module, fp8
+        self.autocast = getattr(te, "autocast", None) or te.fp8_autocast  # the former is newer
+        for name, linear in [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear)]:
+            made = te.Linear(linear.in_features, linear.out_features, bias=False, params_dtype=torch.bfloat16)
+            if name:
+                module.set_submodule(name, made)
+            else:
+                self.module = made
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        with self.autocast(enabled=self.fp8):
+            return self.module(*arguments, **options)
+
+
+def converted(module: nn.Module, arm: str, session: Session) -> Any:
+    own = arm.startswith("te ")
+    return TransformerEngine(module, arm == "te fp8") if own else build(module, Arm(arm), session)
+
+
 def compiled(module: Any, workload: Workload, session: Session) -> Any:
-    """Compile the module where the workload is. Dynamo keeps all arms of a workload, so bf16 stays compiled."""
+    """The module, compiled where the workload is. Dynamo keeps all arms of a workload, so bf16 stays compiled."""
     backend = "inductor" if session.gpu else "aot_eager"
     return module if workload.mode == "eager" else torch.compile(module, dynamic=False, backend=backend)
 
@@ -128,11 +189,15 @@ def make_layer(session: Session, workload: Workload, arm: str) -> Run:
     size: Size = workload.size
     torch.manual_seed(0)
     with torch.device(session.device):
-        linear = workload.make == "linear"
-        module = nn.Linear(size.hidden, size.intermediate, bias=False) if linear else layer.block(size, session.device)
+        if workload.make == "linear":
+            module: nn.Module = nn.Linear(size.hidden, size.intermediate, bias=False)
+        elif workload.make == "layer":
+            module = layer.block(size, session.device)
+        else:
+            module = NanochatBlock(size) if workload.make == "nanochat" else layer.Layer(size, "Olmo")
         x = torch.randn(size.batch, size.sequence, size.hidden).bfloat16()
         g = torch.randn(size.batch, size.sequence, size.hidden if size.heads else size.intermediate).bfloat16()
-    model: Any = build(module.bfloat16(), Arm(arm), session)
+    model = converted(module.bfloat16(), arm, session)
     parameters = list(model.parameters())
     model = compiled(model, workload, session)
     if not workload.dgrad:
@@ -141,7 +206,7 @@ def make_layer(session: Session, workload: Workload, arm: str) -> Run:
 
 
 def make_step(session: Session, workload: Workload, arm: str) -> Run:
-    """Make a step of a Llama whose weights and moments are bf16, as in the tutorial: loss, backward, fused AdamW."""
+    """A step of a Llama whose weights and moments are bf16, as in the tutorial: loss, backward, fused AdamW."""
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -152,16 +217,16 @@ def make_step(session: Session, workload: Workload, arm: str) -> Run:
     with torch.device(session.device):
         fields = shapes.llama(*astuple(model)[:-1])
         llama: Any = LlamaForCausalLM(LlamaConfig(**fields, bos_token_id=0, eos_token_id=1)).bfloat16()
-    llama.model = build(llama.model, Arm(arm), session)
+    llama.model = converted(llama.model, arm, session)
     if workload.selective:
         context = functools.partial(create_selective_checkpoint_contexts, SAVED_OPS)
-        for block in llama.model.layers:
+        inner = llama.model.module if arm.startswith("te ") else llama.model
+        for block in inner.layers:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=context)
     optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-5, fused=True)
     llama = compiled(llama, workload, session)
-    inputs, targets = (
-        ids.to(session.device) for ids in RandomCorpus(model.vocabulary, model.sequence).batch(0, 0, model.batch)
-    )
+    corpus = RandomCorpus(model.vocabulary, model.sequence)
+    inputs, targets = (ids.to(session.device) for ids in corpus.batch(0, 0, model.batch))
 
     def train_step() -> None:
         logits = llama(input_ids=inputs, use_cache=False).logits
@@ -185,7 +250,8 @@ def fitted(workload: Workload, free: float) -> Workload:
     return replace(workload, size=replace(model, layers=layers))
 
 
-def beside(workload: Workload, arm: str, figures: Row) -> Row:
+def beside(workload: Workload, arm: str, figures: Row, layers: int | None = None) -> Row:
+    """The measured speed-up and the published one. `layers` of the published model scale its times."""
     mine, base = figures.get(workload.clock), figures.get(f"bf16_{workload.clock}")
     row: Row = {"speedup": round(base / mine, 4) if mine and base else None, "clock": workload.clock}
     rival = workload.rival(arm)
@@ -193,8 +259,10 @@ def beside(workload: Workload, arm: str, figures: Row) -> Row:
     figure = workload.published.get(rival or arm)
     if figure is not None:
         row[f"published_{workload.unit}"] = round(figure, 4)
-    if isinstance(workload.size, Model):
-        row["layers"] = workload.size.layers  # of as many as fit
+    if layers is not None:
+        row |= {"layers": workload.size.layers, "layers_published": layers}
+        if figure is not None and workload.unit == "ms":
+            row["published_ms_scaled"] = round(figure * workload.size.layers / layers, 2)
     if rival is not None:
         published = workload.ratio(rival)
         row["published_speedup"] = round(published, 4)
@@ -206,14 +274,17 @@ class Turns:
     """The arms of one workload; its bf16 is built once."""
 
     def __init__(self, session: Session, workload: Workload) -> None:
-        self.session = session
+        self.session, self.layers = session, None
         self.base: Run | None = None
         if session.tiny:
             block = layer.TINY["tiny-llama" if workload.make != "step" and workload.size.heads else "tiny-block"]
             workload = replace(workload, size=TINY.get(workload.make, block))
         self.step = workload.make == "step"
-        fits = self.step and session.gpu
-        self.workload = fitted(workload, torch.cuda.mem_get_info(session.device)[0]) if fits else workload
+        if self.step:
+            self.layers = workload.size.layers
+            if session.gpu:
+                workload = fitted(workload, torch.cuda.mem_get_info(session.device)[0])
+        self.workload = workload
 
     def measure(self, arm: str) -> Row:
         session, workload = self.session, self.workload
@@ -229,7 +300,7 @@ class Turns:
             warm()
         clock = functools.partial(by_the_clock, session, STEPS) if self.step else None
         figures = in_turns(session, [self.base], [run], clock)
-        return figures | beside(workload, arm, figures)
+        return figures | beside(workload, arm, figures, self.layers)
 
 
 def main(arguments: list[str]) -> None:
@@ -238,6 +309,9 @@ def main(arguments: list[str]) -> None:
     options.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     session = begin(options, arguments)
     arms = [arm.name for arm in available(named(*ARMS))]
+    if not importable("transformer_engine.pytorch"):
+        print("Transformer Engine is not importable: its arms are left out")
+        arms = [arm for arm in arms if not arm.startswith("te ")]
     wanted = session.options.workloads or names[: QUICK if session.options.quick else None]
     for workload in (workload for workload in WORKLOADS if workload.name in wanted):
         turns = None

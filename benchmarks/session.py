@@ -1,7 +1,12 @@
-"""What every benchmark shares: options, a clock, a result file that is complete after every row, and rows of errors.
+"""What every benchmark shares: its options, its clock, its result file, and rows that survive what goes wrong.
 
-A benchmark is a list of attempts in order of importance, each with a price in seconds: what the same row took in an
-earlier result file, else a guess. None begins that costs more than the time left (docs/gpu.md).
+A benchmark is a list of attempts in order of importance. Each attempt makes one row; the result file is complete after
+every row, so that a limit loses nothing that was measured. An attempt that fails leaves a row with the error and the
+benchmark goes on, except where the GPU itself has failed: then the process ends, and `--resume` goes on after that.
+
+An attempt has a price in seconds, with what it compiles: what the same row took in an earlier result file, else a guess
+by its mode. It does not begin if it costs more than the time that is left. It belongs to a part of the benchmark, which
+`--only-parts` and `--without-parts` name: the field `stage` of its identity, else `shape`.
 """
 
 import argparse
@@ -18,7 +23,7 @@ import torch
 
 import benchmarks
 from benchmarks import command
-from benchmarks.environment import RESULTS, device_name, environment, read_json, write_json
+from benchmarks.environment import RESULTS, device_name, environment, previous, read_json, unfinished, write_json
 from benchmarks.timing import Clock, CpuClock, GpuClock, Rehearsal, Timing
 from octavo.kernels import calibration
 
@@ -26,7 +31,9 @@ NOTHING_TIMED = "timed nothing: no GPU"
 FATAL = ("CUDA error", "device-side assert", "unspecified launch failure", "illegal memory access")
 """In an error's text: the CUDA context is lost, and nothing more can run in this process."""
 NO_GPU = 69  # Exit status of `--require-gpu` where no GPU works
-COMPILED_S, EAGER_S = 15.0, 2.0  # Guessed prices of an attempt. On an H100 they took 5 to 34 s and 0 to 5 s
+PRICES_S = {"compiled": 15.0}
+"""Guessed price of an attempt by its `mode`; `EAGER_S` for the rest. On an H100 they took 5 to 34 s and 0 to 5 s."""
+EAGER_S = 2.0
 OVERRUN, LEAST_LIMIT_S = 3.0, 30.0
 """The GPU runner cuts an attempt at this multiple of a price that is no guess, and never before so many seconds."""
 ERROR_LINES = 12  # Last lines of a traceback, in a row
@@ -53,13 +60,17 @@ def parser(name: str, description: str | None, *examples: str) -> argparse.Argum
 
 
 def part_of(row: Row) -> str:
-    """Name of the part of a benchmark that a row belongs to, for `--only-parts` and `--without-parts`."""
+    """Name of the part of a benchmark that a row belongs to."""
     return str(row.get("stage") or row.get("shape") or "")
 
 
 @dataclass(eq=False)
 class Session:
-    """One run of one benchmark: `path` is complete after every row, `kept` is replaced at the end."""
+    """One run of one benchmark.
+
+    `facts` go into the result file beside rows and environment. `paths` are complete after every row; `kept`
+    (benchmarks/results; None in a rehearsal) is replaced at the end. `only` (all if empty) and `without` name parts.
+    """
 
     name: str
     device: torch.device
@@ -67,7 +78,7 @@ class Session:
     options: argparse.Namespace
     rows: list[Row] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    path: Path | None = None
+    paths: list[Path] = field(default_factory=list)
     kept: Path | None = None
     only: Sequence[str] = ()
     without: Sequence[str] = ()
@@ -95,10 +106,14 @@ class Session:
         for row in self._earlier:
             if identity.items() <= row.items() and "took_s" in row:
                 return row["took_s"], {"limit_s": max(LEAST_LIMIT_S, OVERRUN * row["took_s"])}
-        return COMPILED_S if identity.get("mode") == "compiled" else EAGER_S, {}
+        return PRICES_S.get(identity.get("mode", ""), EAGER_S), {}
 
     def attempt(self, identity: Row, measure: Callable[..., Row | None], *arguments: Any, **options: Any) -> Row | None:
-        """Return the row of `identity`, known or measured, also by its error; None for other parts or without time."""
+        """Make the row of `identity` by calling `measure(*arguments, **options)`, unless it is there already, is of
+        another part, or costs more than the time left.
+
+        An error makes a row as well. Returns the row, or None where there is none.
+        """
         if (known := self.find(**identity)) is not None:
             return known
         if (self.only and part_of(identity) not in self.only) or part_of(identity) in self.without:
@@ -137,6 +152,7 @@ class Session:
             torch.cuda.empty_cache()
 
     def save(self, *, finished: bool = False) -> None:
+        """Write the result files; the one that the repository keeps once all of it is measured."""
         content = {
             "benchmark": self.name, "command": f"python -m benchmarks {self.name}",
             "arguments": [str(value) for value in self.options.arguments], "timed": self.clock.timed,
@@ -144,8 +160,12 @@ class Session:
             **({"calibrated": len(calibration.entries(self.device))} if self.gpu else {}),
             **self.facts, **self._began, "rows": self.rows,
         }  # fmt: skip
-        for path in filter(None, (self.path, self.kept if finished else None)):
+        for path in self.paths:
             write_json(path, content)
+        if self.kept is not None:
+            write_json(self.kept if finished else unfinished(self.kept), content)
+            if finished:
+                unfinished(self.kept).unlink(missing_ok=True)
 
     def finish(self, *, checks: bool = False) -> None:
         if checks:
@@ -156,10 +176,7 @@ class Session:
         self.save(finished=True)
         if self.tiny:
             print(NOTHING_TIMED)
-        if self.kept is not None and self.path == _unfinished(self.kept):
-            self.path.unlink()
-            self.path = None
-        for path in filter(None, (self.path, self.kept)):
+        for path in filter(None, (*self.paths, self.kept)):
             print(f"written to {path}")
 
     def take_up(self, content: Row) -> None:
@@ -174,12 +191,10 @@ class Session:
         return next((row for row in self.rows if fields.items() <= row.items()), None)
 
 
-def _unfinished(kept: Path) -> Path:
-    return kept.with_name(f"{kept.name}.running")
-
-
 def begin(command: argparse.ArgumentParser, arguments: list[str], *, times_cpus: bool = False) -> Session:
-    """A session on the GPU where there is one; elsewhere a rehearsal, or wall times if the benchmark `times_cpus`."""
+    """A session on the GPU where there is one; elsewhere a rehearsal, or wall times where the benchmark has a use for
+    them (`times_cpus`).
+    """
     options, name = command.parse_args(arguments), command.prog.rpartition(" ")[2]
     sys.path.append(str(options.peers))
     if options.require_gpu:
@@ -195,24 +210,27 @@ def begin(command: argparse.ArgumentParser, arguments: list[str], *, times_cpus:
     else:
         clock = GpuClock(device) if device.type == "cuda" else CpuClock()
     options.arguments = arguments
-    kept = RESULTS / device_name(device) / f"{name}.json" if clock.timed else None
-    path = kept and _unfinished(kept) if options.out is None else options.out / f"{name}.json"
     session = Session(
-        name, device, clock, options, path=path, kept=kept, only=options.only_parts, without=options.without_parts,
-        environment=environment(device),
+        name, device, clock, options, only=options.only_parts, without=options.without_parts,
+        environment=environment(device), paths=[] if options.out is None else [options.out / f"{name}.json"],
     )  # fmt: skip
-    before = [read_json(each) for each in (path, kept) if each is not None]
-    session._earlier = next((content["rows"] for content in before if content.get("timed")), [])
+    kept = [RESULTS / device_name(device) / f"{name}.json"] if clock.timed else []
+    for path in kept:
+        session.kept = None if path.resolve() in [each.resolve() for each in session.paths] else path
+    before = [*map(previous, session.paths), *session.paths, *kept]
+    session._earlier = next((content["rows"] for content in map(read_json, before) if content.get("timed")), [])
     if options.deadline is not None:
         options.minutes = min(options.minutes or float("inf"), max(options.deadline - time.time(), 0.0) / 60)
     if options.minutes is not None:
         session.end = time.monotonic() + 60 * options.minutes
-    if options.resume and (content := next(filter(None, before[:1] if options.out else before), None)) is not None:
+    before = session.paths or [each for path in kept for each in (unfinished(path), path)]
+    if options.resume and (content := next(filter(None, map(read_json, before)), None)) is not None:
         session.take_up(content)
     return session
 
 
 def line(row: Row) -> str:
+    """A row as one line of a terminal: what it is, then what was found."""
     words = [str(row[key]) for key in ("stage", "shape", "case", "arm", "mode") if key in row]
     if "error" in row:
         return f"{' '.join(words):<64} {row['error'].strip().splitlines()[-1][:120]}"

@@ -31,7 +31,7 @@ def test_shapes_are_sets_or_sizes():
 def test_a_failing_row_is_kept_and_the_next_runs(linears):
     linears.attempt({"arm": "broken"}, lambda: 1 / 0)
     linears.attempt({"arm": "good"}, lambda: {"kernel_ms": 1.0})
-    kept = json.loads(linears.path.read_text())["rows"]
+    kept = json.loads(linears.paths[0].read_text())["rows"]
     assert "ZeroDivisionError" in kept[0]["error"] and kept[1]["kernel_ms"] == 1.0
     assert linears.attempt({"arm": "good"}, lambda: pytest.fail("made twice"))["kernel_ms"] == 1.0
 
@@ -88,6 +88,17 @@ def test_the_gpu_runner_rehearses_every_stage(tmp_path):
 
 
 # Result files
+
+
+def test_what_is_interrupted_leaves_the_old_file(tmp_path):
+    path = tmp_path / "planner.md"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), environment.replacing(path) as scratch:
+        scratch.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    environment.write_text(path, "new × ü")
+    assert path.read_text(encoding="utf-8") == "new × ü" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_session_replaces_the_kept_result_at_its_end_and_resumes_what_it_left(tmp_path, monkeypatch):

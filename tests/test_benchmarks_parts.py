@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from benchmarks import deep, published, ranks
+from benchmarks import deep, loss, published, ranks
 from benchmarks.timing import Rehearsal
 
 from octavo.kernels.conformance import Check
@@ -30,11 +30,12 @@ def test_published_figures_become_ratios():
     of = {workload.name: workload for workload in published.WORKLOADS}
     assert of["te-llama-2-7b"].ratio("te fp8") == pytest.approx(1.55)
     assert of["torchao-2048"].ratio("torchao tensorwise") < 1
-    titan, nanochat = of["torchtitan-llama-3-8b"], of["nanochat-d26-mlp"]
+    titan, nanochat = of["torchtitan-llama-3-8b"], of["nanochat-d26"]
     assert titan.ratio("torchao tensorwise") == pytest.approx(1.25, abs=0.01)
-    assert nanochat.ratio("torchao rowwise") == pytest.approx(1.053, abs=0.001)
+    assert nanochat.ratio("torchao rowwise") == pytest.approx(0.895, abs=0.001)
     assert titan.rival("octavo rowwise") == nanochat.rival("octavo rowwise") == "torchao tensorwise"
     assert titan.rival("torchao rowwise") == "torchao rowwise" and titan.rival("bf16") is titan.rival("te fp8") is None
+    assert of["colossalai-4096"].rival("octavo rowwise") is None
     assert len(of) == len(published.WORKLOADS) and all(workload.source for workload in of.values())
 
 
@@ -92,3 +93,17 @@ def test_deep_rehearses_an_op(tmp_path):
     assert content["wrong"] == 0 and {row["result"] for row in content["rows"]} == {deep.SAME}
     with pytest.raises(SystemExit):
         deep.main(["--rehearse", "--only", "no such case"])
+
+
+# loss
+
+
+def test_texts_are_gathered_in_order(tmp_path):
+    for name, size in (("b.py", 300), ("a.md", 400), ("small.txt", 10), ("c.bin", 500), ("z/d.rst", 700)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name[0] * size)
+    (tmp_path / "latin.txt").write_bytes(b"\xe4" * 300)
+    for megabytes, letters in ((1.0, "abz"), (0.00075, "ab")):
+        assert loss.gather(tmp_path, tmp_path / "out.jsonl", megabytes) == len(letters)
+        lines = (tmp_path / "out.jsonl").read_text().splitlines()
+        assert [json.loads(line)["text"][0] for line in lines] == list(letters)

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import sys
 import time
 
@@ -24,6 +25,7 @@ if path.exists(): path.write_text(json.dumps({"rows": [{"n": 1}], "stopped": "do
 else: path.write_text(json.dumps({"rows": [], "running": {"n": 1}, "limit_s": 0.3})); time.sleep(60)
 """,
     "broken": "import no_such_module",
+    "broken too": "import no_such_module",
     "lost": f"""
 if path.exists(): print("lost: no GPU works: CUDA error: unspecified"); sys.exit({session.NO_GPU})
 path.write_text(json.dumps({{"rows": [{{"n": 1, "error": "CUDA error"}}]}})); sys.exit("the GPU failed")
@@ -49,7 +51,7 @@ def runner(tmp_path):
     options = argparse.Namespace(row_limit=None, rehearse=False, resume=False)
     made = Scripted(tmp_path, options, {"PYTHONUNBUFFERED": "1"})
     made.poll_s = 0.05
-    made.start_s = 0.0
+    made.prices.starts = dict.fromkeys(STAGES, 0.0)
     return made
 
 
@@ -73,22 +75,28 @@ def test_a_row_over_its_limit_is_cut_and_the_next_ones_run(runner):
 
 
 def test_a_stage_that_cannot_start_is_not_tried_again(runner):
+    (runner.out / "broken.json").write_text('{"rows": [1]}')
     outcome = runner.run("broken", 100.0)
     assert (outcome.ended, outcome.restarts, outcome.rows) == ("crashed", 0, 0)
     assert "no_such_module" in outcome.tail[-1]
+    runner.close()
+    assert json.loads((runner.out / "broken.json").read_text()) == {"rows": [1]}  # the last run's result stays
+    assert [path.name for path in runner.out.iterdir()].count("broken.json.before") == 0
 
 
 def spend(runner, parts, seconds, after=lambda: None, limit=60.0):
     gpu.spend(runner, parts, time.time() + seconds, limit, after)
 
 
-def test_the_most_important_parts_run_and_leave_the_others_their_time(runner):
+def test_the_most_important_parts_run_and_leave_the_others_their_time(runner, capsys):
+    runner.prices.starts["crash"] = 90.0
     first, second = [Part("good", "a", 9, 5), Part("hang once", "all", 8, 20)], [Part("good", "b", 7, 10)]
-    parts = [*first, *second, Part("crash", "c", 6, 180)]
+    parts = [*first, *second, Part("crash", "c", 6, 90)]
     spend(runner, parts, 36.0)
     assert runner.ran[0] == ("good", ["a", "b"], False)
-    assert [stage for stage, *_ in runner.ran] == ["good"] + 2 * ["hang once"] + 3 * ["crash"]  # for what is left
+    assert [stage for stage, *_ in runner.ran] == ["good", "hang once", "hang once"]
     assert 13 < runner.seconds[0] <= 16 and runner.outcomes["good"].parts == ["a", "b"]
+    assert "left out: crash c" in capsys.readouterr().out
 
 
 def test_without_a_gpu_nothing_more_is_tried(runner, capsys):

@@ -1,10 +1,10 @@
-"""`smoke` without a GPU: profiles from traces, arms in turns, wrong numbers."""
+"""`smoke` and `host_gpu` without a GPU: profiles from traces, arms in turns, wrong numbers, host time."""
 
 import json
 
 import pytest
 import torch
-from benchmarks import arms, profiling, smoke
+from benchmarks import arms, host_gpu, profiling, smoke
 from benchmarks.timing import Timing
 
 from support.sessions import CPU, session_of
@@ -36,7 +36,7 @@ def drifting(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_profile_on_a_cpu_has_operations():
+def test_a_profile_on_a_cpu_has_operations_with_their_own_time():
     x = torch.randn(8, 8, requires_grad=True)
 
     def run():
@@ -79,3 +79,16 @@ def test_smoke_is_rehearsed(tmp_path):
     assert [row["arm"] for row in content["rows"]] == ["octavo rowwise", "octavo tensorwise", "bf16"]
     assert not any("error" in row for row in content["rows"]) and not content["timed"]
     assert all(row["profile"] and row["kernel_ms"] is None and row["m"] == SHAPE[0] for row in content["rows"])
+
+
+# Host time
+
+
+@pytest.mark.thorough
+def test_rows_of_host_time(drifting, monkeypatch):
+    monkeypatch.setattr(host_gpu, "CALLS", 1)
+    row = host_gpu.measure(drifting, "linear", 32, 64, arms.Arm("octavo rowwise"))
+    assert (row["kernel_ms"], row["wall_ms"], row["waiting"], row["bf16_wall_ms"]) == (4.0, 20.0, 0.8, 15.0)
+    assert row["host_ratio"] == pytest.approx(row["host_ms"] / row["bf16_host_ms"], abs=1e-3) and row["host_ratio"] > 1
+    assert row["predicted_host_ratio"] == host_gpu.RATIOS["rowwise"]
+    assert "predicted_host_ratio" not in host_gpu.measure(drifting, "linear", 32, 64, arms.Arm("bf16"))

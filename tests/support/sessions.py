@@ -11,4 +11,4 @@ CPU = torch.device("cpu")
 
 def session_of(name, tmp_path, clock=None, **options):
     options = argparse.Namespace(**{"arguments": [], "quick": False} | options)
-    return Session(name, CPU, clock or CpuClock(), options, path=tmp_path / f"{name}.json")
+    return Session(name, CPU, clock or CpuClock(), options, paths=[tmp_path / f"{name}.json"])
