@@ -92,6 +92,7 @@ def test_injected_faults_are_found(name):
     assert outcome.label and outcome.message, (case, outcome)
 
 
+@pytest.mark.slow
 def test_an_injected_fault_shrinks_to_a_few_keys(capsys):
     fault = INJECTED_FAULTS["a mask forgotten"]
     case, _ = find(fault, shrink=True)

@@ -234,8 +234,11 @@ def test_a_folder_of_images_for_each_class(tmp_path):
         kind.load(config, NullProgress())
 
 
+LATER = [("bf16", [-3, -2]), ("bf16", -6), ("fp8+activations", -1), ("fp8+activations", 3)]
+
+
 @pytest.mark.parametrize(
-    ("level", "layer"), [("bf16", -1), ("bf16", [-3, -2]), ("bf16", -6), *(("fp8+activations", at) for at in (-1, 3))]
+    ("level", "layer"), [("bf16", -1), *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER)]
 )
 def test_a_few_blocks_of_tower_and_decoder_stand_for_all(level, layer, monkeypatch):
     """Features may be those of any block; of one that a short tower does not have, the tower runs whole."""
@@ -260,7 +263,7 @@ def test_a_few_blocks_of_tower_and_decoder_stand_for_all(level, layer, monkeypat
         assert few.replan(size).peak == pytest.approx(whole.replan(size).peak, abs=512)
 
 
-@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 def test_the_decoder_is_recomputed_in_copies_with_few_blocks(checkpointing):
     """Also where the short tower has as many blocks."""
     sizes = {"num_hidden_layers": 6}

@@ -243,7 +243,9 @@ def test_runs(losses):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(b, marks=pytest.mark.slow) for b in ("aot_eager", "inductor"))]
+)
 def test_compiled_blocks(losses, monkeypatch, backend):
     torch._dynamo.reset()
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest keeps every graph as text
