@@ -151,7 +151,8 @@ def test_a_browser_follows_a_run(options, run, server):
     with webdriver.Driver(*options) as page:
 
         def wait_for(text, place="main"):
-            page.wait(f"document.querySelector({place!r}).innerText.includes({text!r})")
+            # A page that takes long to draw, as beside other tests, asks less often.
+            page.wait(f"document.querySelector({place!r}).innerText.includes({text!r})", 120)
 
         page.open(server.url)
         wait_for("has not begun")
@@ -184,10 +185,10 @@ def test_a_browser_follows_a_run(options, run, server):
         assert "hidden_size" in page.text("details[open]")
 
         run.step(*range(22, 41), held_out={"loss": 3.25})
+        wait_for("3.2500", ".tiles")
         run.end()
         os.close(descriptor)
         wait_for("done", ".state")
-        wait_for("3.2500", ".tiles")
         assert page.run("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         assert page.run("return document.querySelectorAll('img').length") == 0
         assert page.messages() == []
