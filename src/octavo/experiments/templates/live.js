@@ -25,9 +25,12 @@ async function update() {
 
 async function follow() {
   const start = performance.now();
-  if (!document.hidden) await update();
-  // A long run takes longer to read and to draw: it is asked less often.
-  setTimeout(follow, Math.max(PERIOD, 10 * (performance.now() - start)));
+  try {
+    if (!document.hidden) await update();
+  } finally {  // also after a page that could not be drawn
+    // A long run takes longer to read and to draw: it is asked less often.
+    setTimeout(follow, Math.max(PERIOD, 10 * (performance.now() - start)));
+  }
 }
 
 followReader();
