@@ -168,6 +168,8 @@ def test_stochastic_rounding_keeps_small_updates_of_bf16_parameters():
         ({"lr": -1.0}, "lr must be a number, at least 0 and finite; got -1.0"),
         ({"lr": torch.ones(2)}, "lr must be a number"),
         ({"betas": (0.9, 1.0)}, r"betas\[1\] must be a number, at least 0 and below 1; got 1.0"),
+        *(({"betas": betas}, "betas must be two numbers") for betas in (0.9, (0.9,), {0.9, 0.99}, torch.ones(2) / 2)),
+        ({"betas": ("a", 0.9)}, r"betas\[0\] must be a number"),
         ({"eps": -1e-8}, "eps must be a number, at least 0"),
         ({"weight_decay": math.inf}, "weight_decay must be .* finite; got inf"),
     ],

@@ -100,3 +100,8 @@ def test_parameters_in_one_storage_do_not_touch_each_other(backend):
     for param, twin in zip(params, twins, strict=True):
         assert torch.equal(param, twin)
     assert torch.equal(base[:, 1], before[:, 1]) and not torch.equal(base[:, 0], before[:, 0])
+
+
+def test_elements_that_share_memory_are_refused():
+    with pytest.raises(ValueError, match=r"elements of a parameter \[4, 64\] share memory.*contiguous copy"):
+        AdamW([nn.Parameter(torch.zeros(4, 1).expand(4, 64))])

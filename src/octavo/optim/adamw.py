@@ -180,8 +180,10 @@ class AdamW(Optimizer):
     def _check(self, group: Group) -> None:
         for name, choices in self._choices.items():
             check_choice(name, group[name], choices)
-        beta1, beta2 = group["betas"]
-        below_one = {"betas[0]": beta1, "betas[1]": beta2, "momentum": group.get("momentum", 0.0)}
+        betas = group["betas"]
+        if not isinstance(betas, Sequence) or len(betas) != 2:
+            raise ValueError(f"betas must be two numbers; got {betas!r}")
+        below_one = {"betas[0]": betas[0], "betas[1]": betas[1], "momentum": group.get("momentum", 0.0)}
         limited = {name: group[name] for name in ("lr", "eps", "weight_decay")} | below_one
         for name, value in limited.items():
             is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
@@ -194,6 +196,12 @@ class AdamW(Optimizer):
     def _check_param(self, param: Tensor, group: Group) -> None:
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"octavo.AdamW takes float32, bfloat16 and float16 parameters; got {param.dtype}")
+        rows = local_tensor(param)
+        if any(size > 1 and stride == 0 for size, stride in zip(rows.shape, rows.stride(), strict=True)):
+            raise ValueError(
+                f"elements of a parameter {list(param.shape)} share memory, as after `expand`, so they cannot be "
+                "updated separately; use a contiguous copy (`.contiguous()`) or the tensor before `expand`"
+            )
         if param.dtype == torch.float16 and group["master"] == "remainder":
             raise ValueError("master='remainder' does not support float16 parameters; use master='fp32' for them")
         if group["states"] == "fp8" and param.ndim > 1 and splits_groups(param, GROUP):
