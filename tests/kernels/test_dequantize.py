@@ -59,3 +59,12 @@ def test_wrong_operands_are_named():
         dequantize(x.unscaled, torch.float32)
     with pytest.raises(ValueError, match=r"got \[4, 1\]"):
         dequantize(ScaledTensor(x.data, x.scale[:, :1], x.spec), torch.float32)
+
+
+@needs_triton
+def test_a_grid_that_cuda_cannot_launch_raises():
+    from octavo.kernels.dequantize.triton import launch as launch_of
+
+    step = launch_of(QuantSpec.parse("e4m3/row"))
+    with pytest.raises(ValueError, match=r"dequantize_kernel cannot be launched on a grid of \(1, 70000\)"):
+        step.run((1, 70000), {})

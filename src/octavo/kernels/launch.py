@@ -24,6 +24,8 @@ from octavo.kernels.direct import Plans
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's CPU interpreter (TRITON_INTERPRET=1 at the import of Triton)."""
 
+MAX_GRID_YZ = 65535  # Largest second and third dimension of a grid in CUDA
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -91,6 +93,11 @@ class PreparedLaunch:
     """A launch with fixed grid, scalars, dtypes, device and TMA descriptors. Call it with tensors, as `names`."""
 
     def __init__(self, launch: Launch, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
+        if any(programs > MAX_GRID_YZ for programs in grid[1:]):
+            raise ValueError(
+                f"{launch.kernel.fn.__name__} cannot be launched on a grid of {grid}: CUDA allows {MAX_GRID_YZ} in the "
+                "second and third dimension. Reshape the input to more rows and fewer columns"
+            )
         passed = {name: arguments[name] for name in launch.kernel.arg_names if name in arguments}
         bases = {name: _tensor_of(value) for name, value in passed.items()}
         dtypes = {name: base.dtype for name, base in bases.items() if isinstance(base, torch.Tensor)}
