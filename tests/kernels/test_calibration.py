@@ -4,6 +4,8 @@ import functools
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +49,14 @@ def test_saved_entries_are_read_back(cache):
     calibration.clear_cache()
     assert calibration.best(GPU, "scaled_mm", CASE, (1024, 1024, 1024)) == entry()
     assert json.loads(file.read_text())["device"] == "NVIDIA H200"
+
+
+def test_savers_at_the_same_time_lose_nothing():
+    shapes = [(8 * n, 8, 8) for n in range(1, 17)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda shape: calibration.save(GPU, [entry(shape=shape)]), shapes))
+    calibration.clear_cache()
+    assert {e.shape for e in calibration.entries(GPU)} == set(shapes)
 
 
 def test_saving_adds_and_replaces():
@@ -109,9 +119,16 @@ def test_a_table_that_cannot_be_read_causes_one_warning_until_one_is_saved(text)
 def test_a_folder_that_cannot_be_written_is_an_error(cache):
     cache.parent.mkdir(parents=True)
     cache.write_text("a file where the folder should be")
-    with pytest.raises(OSError, match=re.escape(str(cache))):
+    with pytest.raises(OSError, match=rf"{re.escape(str(cache))} cannot be written .*set XDG_CACHE_HOME"):
         calibration.save(GPU, [entry()])
     assert calibration.entries(GPU) == []
+
+
+def test_without_a_home_folder_a_warning_says_so(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home directory")))
+    with pytest.warns(RuntimeWarning, match=r"cannot be opened \(no home directory\); running .*Set XDG_CACHE_HOME"):
+        assert calibration.best(GPU, "scaled_mm", CASE, (8, 8, 8)) is None
 
 
 def test_saving_is_all_or_nothing(cache, monkeypatch):

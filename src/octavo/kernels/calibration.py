@@ -9,7 +9,8 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -19,6 +20,11 @@ from pathlib import Path
 import torch
 
 from octavo._version import __version__
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 MAX_SHAPE_RATIO = 1.7  # Largest ratio of dimensions between a shape and the measured shape it uses
 FORMAT = 2  # 1 had no host times and chose by kernel time alone
@@ -80,24 +86,45 @@ def entries(device: torch.device) -> list[Entry]:
 def make_folder(device: torch.device) -> Path:
     """Create the table's folder and return the table's path; raises OSError if the folder cannot be written."""
     file = path(device)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=file.parent):
-        return file
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            return file
+    except OSError as error:
+        raise OSError(
+            f"the calibration folder {file.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a "
+            "writable folder"
+        ) from None
 
 
 def save(device: torch.device, measured: Iterable[Entry]) -> Path:
     """Add entries to the table atomically, replacing those of the same op, case and shape; returns its path."""
     file = make_folder(device)
-    clear_cache()
-    merged = {(e.op, e.case, e.shape): e for e in [*entries(device), *measured]}
-    content = {
-        "format": FORMAT, "device": torch.cuda.get_device_name(device), "versions": _versions(),
-        "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "entries": [asdict(entry) for entry in merged.values()],
-    }  # fmt: skip
-    replace_file(file, json.dumps(content, indent=1))
-    clear_cache()
+    with _locked(file.parent):
+        clear_cache()
+        merged = {(e.op, e.case, e.shape): e for e in [*entries(device), *measured]}
+        content = {
+            "format": FORMAT, "device": torch.cuda.get_device_name(device), "versions": _versions(),
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "entries": [asdict(entry) for entry in merged.values()],
+        }  # fmt: skip
+        replace_file(file, json.dumps(content, indent=1))
+        clear_cache()
     return file
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait for other processes and threads that save into a folder, where the system has locks."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def replace_file(file: Path, text: str) -> None:
@@ -142,7 +169,14 @@ def _table(device: torch.device) -> CalibrationTable:
     try:
         file = path(device)
         measured = read(file)[1]
-    except (FileNotFoundError, NotADirectoryError, RuntimeError):  # none was written, or there is no home folder
+    except (FileNotFoundError, NotADirectoryError):  # none was written
+        return table
+    except RuntimeError as error:  # there is no home folder
+        warnings.warn(
+            f"octavo: the calibration table cannot be opened ({error}); running without it. Set XDG_CACHE_HOME",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return table
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(
