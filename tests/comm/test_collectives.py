@@ -403,8 +403,9 @@ def test_detailed_checks_compare_calls():
             with pytest.raises(ValueError, match="the calls of the ranks of the group do not fit") as error:
                 call()
             errors.append(str(error.value))
-        for job in (gather_job, all_to_all_job):
+        for job in (gather_job, reduce_scatter_job, all_reduce_job, all_to_all_job, all_to_all_list_job):
             job()
+        assert exchange_rows(x[:4], [2, 2], [2, 2], None, fp8=False).shape == (4, 64)
     finally:
         dist.set_debug_level(before)
     assert gather_objects(errors, None) == [errors, errors]

@@ -34,6 +34,13 @@ def test_the_bound_is_reached_to_a_few_percent(spec):
     assert 0.9 < used[below].max() <= 1 and 0.85 < used[~below].max() <= 1
 
 
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40))
+def test_any_finite_values_arrive_within_the_bound(numbers):
+    x = torch.tensor(numbers).clamp(-3e38, 3e38).view(1, -1)
+    for spec in SPECS:
+        assert_within(arrived(x, spec), x, bound(x, spec), spec)
+
+
 LAYOUTS = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.t().contiguous().t(),
