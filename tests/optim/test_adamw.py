@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -58,6 +58,8 @@ def test_a_remainder_is_an_exact_fp32_master(states):
 
 
 @given(st.integers(-(2**31), 2**31 - 1))
+@example(0x3F808000)  # a tie
+@example(0x7F7FFFFF)  # the largest number, infinite in bf16
 def test_any_fp32_value_is_a_bf16_parameter_and_a_remainder(pattern):
     value = torch.tensor([pattern], dtype=torch.int32).view(torch.float32)
     upper, remainder = reference.split(value)
