@@ -23,6 +23,8 @@ def test_measured_times_are_of_the_h100_alone():
 SPELLINGS = {
     "h100": "h100", "H100": "h100", "H100 SXM": "h100", "NVIDIA H100": "h100", "h100_sxm": "h100", "4090": "rtx4090",
     "H100 PCIe": "h100-pcie", "h100-pcie": "h100-pcie", "RTX 4090": "rtx4090", "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA-H100": "h100", "nvidia_h100": "h100", "h-100": "h100", "mi-300x": "mi300x", "b-200": "b200",
+    "l40-s": "l40s", "A100 SXM": "a100",
 }  # fmt: skip
 DRIVERS = {
     "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie", "NVIDIA H200": "h200", "NVIDIA L4": "l4",
@@ -30,6 +32,7 @@ DRIVERS = {
     "NVIDIA GeForce RTX 5090": "rtx5090", "NVIDIA B200": "b200", "AMD Instinct MI300X": "mi300x",
 } | dict.fromkeys((  # another memory, another rate
     "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA L40",
+    "NVIDIA A100-SXM-64GB", "NVIDIA H100 SXM 64GB", "NVIDIA H100 SXM 94GB",
     "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 5090 D", "NVIDIA GB200", "Tesla T4", "",
 ))  # fmt: skip
 
@@ -39,6 +42,8 @@ def test_names_in_any_spelling_and_those_that_drivers_give(names, find):
     for name, key in names.items():
         assert find(name) is DEVICES.get(key), name
     assert find_gpu(DEVICES["l4"]) is DEVICES["l4"]
+    with pytest.raises(ValueError, match="A100-SXM-40GB"):
+        find_gpu("A100-SXM-40GB")
     assert find_gpu({"like": "H100 PCIe"}).bf16_tflops == DEVICES["h100-pcie"].bf16_tflops
 
 

@@ -206,6 +206,8 @@ DEVICES: dict[str, Gpu] = {  # Known GPUs by their short name
     ),
 }  # fmt: skip
 
+_ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "4090": "rtx4090", "5090": "rtx5090", "a100-sxm": "a100"}
+
 
 def find_gpu(device: str | Path | Mapping[str, Any] | Gpu) -> Gpu:
     """Return the GPU for a name, a file, a table or a `Gpu`."""
@@ -228,18 +230,22 @@ def find_gpu(device: str | Path | Mapping[str, Any] | Gpu) -> Gpu:
 
 
 def _gpu_by_name(name: str) -> Gpu | None:
-    return DEVICES.get(name.lower().removeprefix("nvidia ")) or gpu_by_driver_name(name)
+    key = "-".join(name.lower().replace("_", " ").replace("-", " ").removeprefix("nvidia ").split())
+    key = _ALIASES.get(key, key if key in DEVICES else key.replace("-", ""))
+    return DEVICES.get(key) or gpu_by_driver_name(name)
 
 
 DRIVER_NAMES = (
-    (("h100", "pcie"), "h100-pcie"), (("h100", "hbm3"), "h100"), (("h100", "sxm"), "h100"), (("h200", "nvl"), ""),
-    (("h200",), "h200"), (("h800", "pcie"), ""), (("h800",), "h800"), (("a100", "sxm4", "80gb"), "a100"),
-    (("a100", "sxm"), "a100"), (("l40s",), "l40s"), (("l4",), "l4"), (("b200",), "b200"), (("mi300x",), "mi300x"),
-    (("4090", "laptop"), ""), (("4090", "d"), ""), (("4090",), "rtx4090"),
-    (("5090", "laptop"), ""), (("5090", "d"), ""), (("5090",), "rtx5090"),
+    (("h100", "pcie"), "h100-pcie"), (("h100", "hbm3"), "h100"), (("h200", "nvl"), ""), (("h200",), "h200"),
+    (("h800", "pcie"), ""), (("h800",), "h800"), (("a100", "sxm4", "80gb"), "a100"),
+    (("l40s",), "l40s"), (("l4",), "l4"),
+    (("rtx", "4090", "laptop"), ""), (("rtx", "4090", "d"), ""), (("rtx", "4090"), "rtx4090"),
+    (("rtx", "5090", "laptop"), ""), (("rtx", "5090", "d"), ""), (("rtx", "5090"), "rtx5090"),
+    (("b200",), "b200"), (("mi300x",), "mi300x"),
 )  # fmt: skip
-"""Words of a GPU's name, by a driver or for short, and the key in `DEVICES`; empty for a GPU whose name resembles a
-known one but that is not in the table. The first entry whose words all occur wins."""
+"""Words of a driver's name for a GPU, and the key in `DEVICES`. The first entry whose words all occur wins. The key is
+empty for a GPU whose name resembles a known one but that is not in the table.
+"""
 
 
 def gpu_by_driver_name(name: str) -> Gpu | None:
