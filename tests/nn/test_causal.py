@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -219,6 +220,21 @@ def test_a_routers_loss_is_the_models_own(kind):
     ours.router_aux_loss_coef = model.router_aux_loss_coef = 0.5
     torch.testing.assert_close(ours(**batch()).loss, model(**batch()).loss)
     assert not ours.model._forward_hooks and ours(input_ids=batch()["input_ids"]).logits.shape == (2, 13, 131)
+
+
+def test_another_thread_in_the_base_model_does_not_change_a_routed_loss(monkeypatch):
+    from transformers.models.mixtral import modeling_mixtral
+
+    ours, balance = chunked_loss(routed()), modeling_mixtral.load_balancing_loss_func
+    expected = ours(**batch()).loss
+
+    def after_another(*args):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(ours.model, input_ids=batch()["input_ids"].flip(1)).result()
+        return balance(*args)
+
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", after_another)
+    assert torch.equal(ours(**batch()).loss, expected)
 
 
 @pytest.mark.parametrize(

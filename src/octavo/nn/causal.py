@@ -6,6 +6,7 @@ router's loss is part of the loss, the model itself runs, with the logits of one
 
 import inspect
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
@@ -431,11 +432,8 @@ class _ChunkedForward:
         inputs.pop("logits_to_keep", None)
         return_tuple = inputs.pop("return_dict", None) is False
         routed = self._head.routed and adds_router_loss(self._model, inputs)
-        if routed:  # the outputs of the model, `aux_loss` among them, with one token's logits, and its hidden states
-            states: list[Tensor] = []
-            with self._head.base.register_forward_hook(lambda module, _, outputs: states.append(outputs[0])):
-                outputs = self._original(*args, **inputs, logits_to_keep=1, return_dict=True)
-            hidden = states[-1]
+        if routed:
+            outputs, hidden = self._with_router_loss(args, inputs)
         else:
             outputs = self._head.base(*args, **inputs)
             hidden = outputs[0]
@@ -456,3 +454,15 @@ class _ChunkedForward:
             names = {field.name for field in fields(CausalLMOutputWithPast)} - {"loss", "logits"}
             result = CausalLMOutputWithPast(loss=loss, **{name: getattr(outputs, name, None) for name in names})
         return result.to_tuple() if return_tuple else result
+
+    def _with_router_loss(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> tuple[Any, Tensor]:
+        """Return the outputs of the model, `aux_loss` among them, with one token's logits, and its hidden states."""
+        hidden: list[Tensor] = []
+        thread = threading.get_ident()  # others may run the base model, too
+
+        def keep(module: nn.Module, inputs: object, outputs: Any) -> None:
+            if threading.get_ident() == thread:
+                hidden.append(outputs[0])
+
+        with self._head.base.register_forward_hook(keep):
+            return self._original(*args, **inputs, logits_to_keep=1, return_dict=True), hidden[-1]
