@@ -561,24 +561,38 @@ def _first(names: list[str]) -> str:
 def _stored(path: Path) -> dict[str, Any]:
     with needs_extras("octavo.nn.load_frozen"):
         from safetensors import SafetensorError, safe_open
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if whole.is_file():  # as `from_pretrained` chooses
-        files = [whole]
-    elif index.is_file():
-        files = sorted({path / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
-    if not files:
-        raise FileNotFoundError(f"load_frozen: {path} has no *.safetensors file; save_pretrained writes them")
     stored: dict[str, Any] = {}
-    for file in files:
+    files: dict[str, Path] = {}
+    for file in _files(path):
         try:
             reader: Any = safe_open(file, framework="pt", device="cpu")
         except SafetensorError as error:
             raise ValueError(f"load_frozen: {file} is damaged: {error}. Nothing was loaded") from None
-        if twice := sorted(stored.keys() & set(reader.keys())):
-            raise ValueError(
-                f"load_frozen: several files of {path} have {twice[0]}: give the path of one file, or a folder with "
-                "model.safetensors or its index. Nothing was loaded"
-            )
-        stored |= dict.fromkeys(reader.keys(), reader)
+        for name in reader.keys():
+            if name in stored:
+                raise ValueError(
+                    f"load_frozen: {files[name]} and {file} both have {name}: give the path of one file, or a folder "
+                    "with model.safetensors or its index. Nothing was loaded"
+                )
+            stored[name], files[name] = reader, file
     return stored
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files that `from_pretrained` would read."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if whole.is_file():
+        files = [whole]
+    elif index.is_file():
+        try:
+            files = sorted({path / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"load_frozen: {index} is damaged: {type(error).__name__}: {error}") from None
+    if not path.exists():
+        raise FileNotFoundError(f"load_frozen: there is no file or folder {path}")
+    if not files:
+        raise FileNotFoundError(f"load_frozen: {path} has no *.safetensors file; save_pretrained writes them")
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise FileNotFoundError(f"load_frozen: {path} lacks {_first(missing)}, which {index.name} lists")
+    return files
