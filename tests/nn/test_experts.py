@@ -212,6 +212,9 @@ def test_experts_of_unknown_code_stay_as_they_are_with_the_reason():
     for experts, reason in (
         (Unknown(), "is not that of Transformers' use_experts_implementation"),
         (scaled, "is not that of Transformers' use_experts_implementation"),
+        (changed(has_bias=True), "it has no bias parameters"),
+        (changed(is_transposed=True), "do not fit its flags"),
+        (changed(has_gate=False), "it has no parameter up_proj"),
         (changed(forward=lambda *a: a[0]), "replaced on the instance"),
         (changed(recipe="mine"), "an attribute 'recipe' of its own"),
         (foreign, "chooses the experts implementation 'mine'"),

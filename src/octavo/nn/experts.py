@@ -297,6 +297,8 @@ def experts_obstacle(module: nn.Module) -> str | None:
     flags = {p.name for p in inspect.signature(_decorator()).parameters.values() if p.kind is p.KEYWORD_ONLY}
     if other := flags - _FLAGS:
         return f"{unknown} this release of Transformers has flags that Octavo does not know: {', '.join(sorted(other))}"
+    if missing := [name for name in ("has_gate", "has_bias", "is_transposed") if not hasattr(module, name)]:
+        return f"{unknown} it has no flag {missing[0]}: it was not made by its own constructor"
     if (implementation := _foreign_implementation(module, forward)) is not None:
         return f"{unknown} its config chooses the experts implementation {implementation!r}, which is not Transformers'"
     wrapped = filter(is_traceable_wrapper_subclass, module.parameters(recurse=False))  # or another library's
@@ -304,6 +306,8 @@ def experts_obstacle(module: nn.Module) -> str | None:
         return "sharded already: convert before sharding"
     if has_own_forward(module):
         return "its forward was replaced on the instance, so it would not be used: convert before that is done"
+    if (problem := _misfit(module)) is not None:
+        return f"{unknown} {problem}"
     if taken := [name for name in _ATTRIBUTES if name in vars(module) and not isinstance(module, Experts)]:
         return f"it has an attribute {taken[0]!r} of its own, which converted experts use: rename it"
     try:
@@ -344,6 +348,22 @@ def experts_shape(module: nn.Module) -> tuple[int, int, int, int]:
     transposed = getattr(module, "is_transposed", False)
     hidden, both = up.shape[1:] if transposed else (up.shape[2], up.shape[1])
     return up.shape[0], hidden, both, down.shape[1] if transposed else down.shape[2]
+
+
+def _misfit(module: nn.Module) -> str | None:
+    """Return why the parameters of experts do not fit together or their flags, or None."""
+    own: Any = module._parameters
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    if own.get(name) is None:
+        return f"it has no parameter {name}"
+    experts, hidden, both, inner = experts_shape(module)
+    down = own["down_proj"]
+    expected = (experts, inner, hidden) if module.is_transposed else (experts, hidden, inner)
+    if tuple(down.shape) != expected or both != inner * (2 if module.has_gate else 1):
+        return f"{name} {list(own[name].shape)} and down_proj {list(down.shape)} do not fit its flags"
+    if module.has_bias and any(own.get(f"{part}_bias") is None for part in (name, "down_proj")):
+        return "it has no bias parameters"
+    return None
 
 
 def describe_experts(module: nn.Module, recipe: Recipe) -> str:
