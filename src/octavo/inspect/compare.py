@@ -4,10 +4,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from reprlib import repr as shown
 from typing import Any, Literal
 
-from octavo.inspect.loss_values import losses_of, seed_names
+from octavo.inspect.loss_values import losses_of, seed_names, shown
 from octavo.inspect.paired_test import (
     CONFIDENCE,
     MOST_SEEDS,

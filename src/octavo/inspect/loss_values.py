@@ -5,12 +5,12 @@ Rounded losses tie: two gaps that are equal only after rounding have no deviatio
 
 import math
 import operator
+import reprlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from decimal import Decimal
 from numbers import Real
-from reprlib import repr as shown
-from typing import SupportsIndex
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +33,12 @@ def seed_names(values: object, count: int) -> tuple[int, ...]:
     """Return the seeds as a tuple of `count` integers."""
     names = []
     for index, value in _items("seeds", values):
-        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-            raise ValueError(f"seeds holds {shown(value)} at index {index}: a seed is a whole number")
-        names.append(operator.index(value))
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            names.append(operator.index(value))
+        except TypeError:
+            raise ValueError(f"seeds holds {shown(value)} at index {index}: a seed is a whole number") from None
     if len(names) != count:
         raise ValueError(f"there are {len(names)} seeds and {count} losses of the baseline: name one seed per loss")
     if duplicates := [name for name in names if names.count(name) > 1]:
@@ -74,8 +77,11 @@ def _spacing(losses: list[float], digit: float) -> float:
     return math.ldexp(1.0, math.frexp(max(losses))[1] - bits)
 
 
-def _items(owner: str, values: object) -> Iterator[tuple[int, object]]:
-    items = _python(values)
+def _items(owner: str, values: object) -> Iterator[tuple[int, Any]]:
+    try:
+        items = _python(values)
+    except ValueError as error:
+        raise ValueError(f"{owner} is {shown(values)}: {error}") from None
     if isinstance(items, str | bytes | bytearray | Set | Mapping) or not isinstance(items, Iterable):
         raise ValueError(f"{owner} is a list with one number per seed, in order; got {shown(values)}")
     return enumerate(items)
@@ -83,7 +89,10 @@ def _items(owner: str, values: object) -> Iterator[tuple[int, object]]:
 
 def _python(value: object) -> object:
     """Convert an array or a tensor to Python numbers."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    try:
+        return value.tolist() if hasattr(value, "tolist") else value
+    except (RuntimeError, TypeError) as error:  # a tensor without data; a class
+        raise ValueError(f"there are no numbers in it to compare: {error}") from None
 
 
 def _loss(value: object) -> float:
@@ -94,8 +103,18 @@ def _loss(value: object) -> float:
         loss = float(number)
     except OverflowError:
         loss = math.inf
+    except ValueError:  # a signaling NaN of Decimal
+        return math.nan
     if loss < sys.float_info.min:
         raise ValueError(f"a loss is above zero ({sys.float_info.min:.2g} or more), as gaps are in percent of it")
     if loss == math.inf and number != math.inf:
         raise ValueError("that is beyond the range of floats; a loss is finite, or nan")
     return loss if math.isfinite(loss) else math.nan
+
+
+def shown(value: object) -> str:
+    """Return a shortened repr of any value, for messages."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # a whole number of more digits than Python prints
+        return "a huge number"

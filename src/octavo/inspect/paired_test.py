@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from numbers import Integral, Real
-from reprlib import repr as shown
 
 import numpy as np
 
-from octavo.inspect.loss_values import resolution
+from octavo.inspect.loss_values import resolution, shown
 from octavo.runtime.extras import needs_extras
 
 CONFIDENCE = 0.95  # Confidence of all verdicts together
@@ -111,10 +110,11 @@ def check_limits(margin: float | None, confidence: float, max_seeds: int) -> Non
     _check_number("max_seeds", max_seeds, Integral)
     if margin is not None:
         _check_number("margin", margin, Real)
-        if not 0 < margin < 100:
+        if not 0 < margin < 100 or not float(margin):
             raise ValueError(f"the margin is a loss gap in percent, above 0 and below 100; got {shown(margin)}")
     if not 0.5 <= confidence < 1:
-        raise ValueError(f"the confidence is 50 % or more and below 100 %; got {100 * confidence:g} %")
+        percent = 100 * float(max(-1e9, min(confidence, 1e9)))
+        raise ValueError(f"the confidence is 50 % or more and below 100 %; got {percent:g} %")
     if not 2 <= max_seeds <= MOST_SEEDS:
         raise ValueError(f"the planned maximum is 2 to {MOST_SEEDS} seeds; got {shown(max_seeds)}")
 
