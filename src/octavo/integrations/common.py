@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -72,8 +71,9 @@ def check_optimizer(precision: Precision, optimizer: object) -> None:
             "octavo.AdamW(model.parameters(), …)"
         )
     bare = _bare_optimizer(optimizer)
-    states = list(bare.state.values()) if isinstance(bare, torch.optim.Optimizer) else []
-    if not isinstance(bare, AdamW) and any(isinstance(each, Mapping) and "exp_avg_fp8" in each for each in states):
+    states = getattr(bare, "state", None)  # optimizers of other libraries may keep something else there, or nothing
+    each = [state for state in states.values() if isinstance(state, Mapping)] if isinstance(states, Mapping) else []
+    if not isinstance(bare, AdamW) and any("exp_avg_fp8" in state for state in each):
         name = f"{type(bare).__module__}.{type(bare).__name__}"
         raise ValueError(
             f"the checkpoint has FP8 optimizer states, which {name} does not read: go on "

@@ -171,7 +171,7 @@ class Fp8TrainerMixin(_Trainer):
         super().save_model(output_dir, *args, **kwargs)
         if self.args.should_save:
             state = Fp8State(self._bare_model(), self.precision, self._monitor).state_dict()
-            folder = Path(output_dir or self.args.output_dir or "")
+            folder = Path((self.args.output_dir if output_dir is None else output_dir) or "")
             folder.mkdir(parents=True, exist_ok=True)  # FSDP writes its shards there later
             _write(folder / STATE_FILE, json.dumps(state))
 
