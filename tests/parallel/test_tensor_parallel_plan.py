@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -276,8 +277,10 @@ def test_context_parallelism_refuses_what_needs_a_mask():
     with pytest.raises(ValueError, match="an attention mask"):
         model(input_ids=inputs, attention_mask=torch.ones(2, 1, 16, 16, dtype=torch.bool))
     windowed = context_parallel(model_of("mistral", sliding_window=8, chunked=False), mesh)
-    with pytest.raises(ValueError, match="window of 8 in 32 tokens"):
-        windowed(input_ids=inputs)
+    for window in (8, np.int64(8), torch.tensor(8)):
+        vars(windowed.config)["sliding_window"] = window
+        with pytest.raises(ValueError, match="window of 8 in 32 tokens"):
+            windowed(input_ids=inputs, use_cache=False)
     with pytest.raises(ValueError, match="different settings"):
         context_parallel(model_of("llama"), mesh, fp8_comm=dist.get_rank() == 0)
 

@@ -103,7 +103,7 @@ def _check(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Transformers' interface of attention: [B,H,S/p,D] to [B,S/p,H,Dv]."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -112,7 +112,7 @@ def _attention(
     equal_shapes(query)
     whole = query.shape[2] * mesh.size()
     window = kwargs.get("sliding_window")
-    if attention_mask is not None or (isinstance(window, int) and window < whole):
+    if attention_mask is not None or (window is not None and window < whole):
         what = "an attention mask" if attention_mask is not None else f"a window of {window} in {whole} tokens"
         raise ValueError(f"context parallelism does not support {what}: use sequences without it, or cp = 1")
     if torch.is_autocast_enabled(query.device.type):  # as it does with the inputs of attention
