@@ -295,7 +295,7 @@ def test_mistakes_raise_on_all_ranks():
 
 
 def test_an_unknown_spec():
-    with pytest.raises(ValueError, match="rows of a message travel alone"):
+    with pytest.raises(ValueError, match="scales of a message are by row"):
         PipelineStage(nn.Linear(8, 8), 0, 1, torch.device("cpu"), spec="e4m3/128x128")
 
 

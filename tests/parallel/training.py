@@ -186,8 +186,10 @@ def alone(world, steps=20, micros=1, optimizer="torch", reverse=False, pairs=Fal
 def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @cache
