@@ -414,7 +414,9 @@ def _check(own: Mapping[str, Any], k: int) -> None:
     exponents, measured, passes = own["exponents"], own["measured"], own["passes"]
     if type(passes) is not int or passes < 0 or type(own["backward_ran"]) is not bool:
         raise ValueError(f"passes = {passes!r:.80}, backward_ran = {own['backward_ran']!r:.80}")
-    lists = [] if exponents is None else [(exponents, -LARGEST_EXPONENT, LARGEST_EXPONENT)]
+    lists: list[tuple[Any, float, float]] = []
+    if exponents is not None:
+        lists.append((exponents, -LARGEST_EXPONENT, LARGEST_EXPONENT))
     if measured is not None:
         hash(measured["first"])
         lists += [(measured[part], 0, 3.5e38) for part in "xw" if part == "x" or measured["w"] is not None]

@@ -241,6 +241,7 @@ class ResidentWeight(Fp8Weight):
     @classmethod
     def own_operation(cls, func: Operation, args: Arguments, kwargs: Options) -> Any:
         """See `Fp8Weight.own_operation`; raises ValueError for operations that change values or split the weight."""
+        weight: Any
         weight, *rest = args or (None,)
         if any(isinstance(value, ResidentWeight) for value in written(func, args, kwargs)):
             return _write(func, weight, rest, kwargs)
