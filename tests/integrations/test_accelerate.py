@@ -1,6 +1,7 @@
 """Loops on accelerate in FP8: the losses of a plain loop, saved states, several ranks, settings that contradict."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,3 +162,6 @@ def test_optimizers_with_other_states_are_left_alone():
     optimizer.state["step"] = 3
     for each in (optimizer, object(), None):
         check_optimizer(octavo.Precision.level("fp8"), each)
+    foreign = SimpleNamespace(state={0: {"exp_avg_fp8": torch.ones(2)}})  # of no class that derives from torch's
+    with pytest.raises(ValueError, match="SimpleNamespace does not read"):
+        check_optimizer(octavo.Precision.level("fp8"), foreign)
