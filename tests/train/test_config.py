@@ -97,6 +97,7 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml, overrides, asked):
         ("lr=1", r'override "lr=1": write section.key=value'),
         ("run.steps.x=1", r"steps is a value, not a table"),
         ("data.source=~nouser/x", r"data.source: there is no home folder for ~nouser/x"),
+        ('data.cache="a\\u0000"', r"data.cache: a path has no NUL"),
         *((f"{key}={10**30}", rf"{key}: should be less than or equal to 2147483647, got 1000") for key in LARGE),
         ("optim.batch=1000000000", r"optim.batch = 1000000000 .*_length = 8 are 8,000,000,000 tokens .* lower either"),
         ("data.sequence_length=1000000000", r"_length = 1000000000 are 8,000,000,000 tokens a step.*1,073,741,824"),
@@ -124,6 +125,7 @@ def test_each_mistake_is_one_clear_line(toml, override, message):
         ("optim.lr=1e-3]\nx = [1", "something follows it"),
         ("optim.lr=", "optim.lr: should be a valid number, got ''"),
         ("model.config.x={a = [nan]}", "model.config.x.a: expected a number, a string"),
+        ("run.steps=" + "[" * 3000, "run.steps: should be a valid integer"),
     ],
 )
 def test_an_override_is_one_value(toml, override, message):
@@ -191,7 +193,9 @@ def test_a_file_that_is_no_config(tmp_path):
     (tmp_path / "bad.toml").write_text("[run\n")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     near = r"no such config file: .*none\.toml \(did you mean .*nine\.toml.*give the path"
+    (tmp_path / "deep.toml").write_text("x = " + "[" * 3000)
     messages = {"none.toml": near, "": "cannot be read", "bad.toml": "not valid TOML", "binary.toml": "cannot be read"}
+    messages["deep.toml"] = "cannot be read as a TOML file: it is nested too deeply"
     for name, message in messages.items():
         with pytest.raises(ConfigError, match=message):
             load_config(tmp_path / name)

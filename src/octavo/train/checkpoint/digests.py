@@ -39,7 +39,7 @@ def check_digests(folder: Path, names: Iterable[str] | None = None, *, part: int
 def find_damage(folder: Path, names: Iterable[str] | None = None, *, part: int = 0, parts: int = 1) -> str:
     """The first damage of the files of `folder`, or of some of them; "" for none. Looks at each `parts`-th file."""
     expected: dict[str, str] = {}
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         content = (folder / DIGESTS).read_bytes()
         files = json.loads(content)["files"]
         expected = files if content == _text(files) else {}

@@ -21,10 +21,15 @@ def obsolete_checkpoints(out: Path, newest: int, every: int = 0, best: int = 0) 
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """Folders of the checkpoints under `out`, the newest last; neither files, nor empty, nor of other names."""
+    """Folders of the checkpoints under `out`, the newest last."""
+    return sorted({*(out / FOLDER).glob("step-*")}.difference(invalid_checkpoints(out)), key=step_of)
+
+
+def invalid_checkpoints(out: Path) -> list[Path]:
+    """Paths under `out` that are named like a checkpoint but are a file, empty, or not named by their step."""
     name = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
-    paths = (path for path in (out / FOLDER).glob("step-*") if name.fullmatch(path.name) and path.is_dir())
-    return sorted((path for path in paths if any(path.iterdir())), key=step_of)
+    paths = sorted((out / FOLDER).glob("step-*"))
+    return [path for path in paths if not (name.fullmatch(path.name) and path.is_dir() and any(path.iterdir()))]
 
 
 def latest_checkpoint(out: Path) -> Path | None:
@@ -38,7 +43,7 @@ def step_of(checkpoint: Path) -> int:
 def held_out_loss(checkpoint: Path) -> float | None:
     try:
         loss = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8")).get(HELD_OUT_LOSS)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, RecursionError, AttributeError):
         return None
     return loss if isinstance(loss, float) else None
 

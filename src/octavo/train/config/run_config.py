@@ -231,8 +231,9 @@ def load_config(
     except FileNotFoundError:
         problem = f"no such config file: {path}{nearest(str(path), map(str, Path(path).parent.glob('*.toml')))}"
         raise ConfigError(f"{problem}; give the path of a TOML file, such as configs/demo.toml") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a TOML file: {error}") from None
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{path} cannot be read as a TOML file: {reason}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     tables = change(tables)
@@ -312,7 +313,7 @@ def _value(override: str, text: str) -> object:
 def _parse_toml(text: str) -> dict[str, Any] | None:
     try:
         return tomllib.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

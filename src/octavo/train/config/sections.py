@@ -31,7 +31,9 @@ Tunable = Annotated[T, CHANGEABLE_ON_RESUME]
 
 
 def expand(path: str | Path) -> Path:
-    """The path, with the home folder for `~`. Raises an error of pydantic, a ValueError, if there is no such user."""
+    """The path, with the home folder for `~`. Raises an error of pydantic, a ValueError, for no such user or a NUL."""
+    if "\0" in str(path):
+        raise PydanticCustomError("path", "a path has no NUL: {path}", {"path": repr(str(path))})
     try:
         return Path(path).expanduser()
     except RuntimeError:

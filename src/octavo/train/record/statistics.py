@@ -83,7 +83,7 @@ def limits_of(run: Path) -> Thresholds:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return Thresholds(**Limits.model_validate(tables.get("inspect", {}).get("limits", {})).model_dump())
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         reason = f"inspect.limits.{first_error(error)}" if isinstance(error, ValidationError) else error
         raise ValueError(f"{path} is not the configuration of a run: {reason}") from None
 
