@@ -59,6 +59,7 @@ def test_standard_library_skips_what_is_not_utf8(tmp_path):
     (tmp_path / "latin.py").write_bytes(b"# caf\xe9")
     files = source._standard_library("python-stdlib", tmp_path)
     assert list(files.read(tmp_path)) == ["# a.py", None, "# b.py", None, "# pkg/c.py", None]
+    assert files.skipped_files == "1 files of the data were left out: not UTF-8"
     (tmp_path / "a.py").write_text("# other")
     assert source._standard_library("python-stdlib", tmp_path).fingerprint != files.fingerprint
 
@@ -160,6 +161,17 @@ def test_a_build_that_dies_leaves_no_entry(make_config, tmp_path, monkeypatch):
             load(config)
     assert list((tmp_path / "cache").iterdir()) == []
     assert load(config).windows > 0
+
+
+def test_an_entry_of_other_data_is_built_anew(read, tmp_path):
+    cache, entries = tmp_path / "cache", []
+    for lines in (LINES, LINES[::-1]):
+        folder = put(tmp_path / str(len(entries)), a__jsonl=rows(lines))
+        read(folder, cache=str(cache))
+        entries += sorted({*cache.iterdir()}.difference(entries))
+    entries[1].rename(tmp_path / "own")
+    entries[0].rename(entries[1])
+    assert whole_text(read(folder, cache=str(cache))) == joined(LINES[::-1])
 
 
 def test_two_builders_of_one_entry(make_config, tmp_path, monkeypatch):

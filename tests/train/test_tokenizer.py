@@ -138,6 +138,13 @@ def test_code_in_the_folder_never_runs(known, tmp_path, monkeypatch):
     assert not ran.exists()
 
 
+def test_own_code_of_a_known_name_is_not_taken_for_another_class(tmp_path):
+    settings = {"auto_map": {"AutoTokenizer": ["own.BertTokenizer", None]}}
+    folder = write(tmp_path, FILES["vocab.json and merges.txt"] | {"tokenizer_config.json": settings})
+    with pytest.raises(ConfigError, match=r"own code \(BertTokenizer\), .*; GPT2Tokenizer.* may encode differently"):
+        load_tokenizer(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "package"),
     [

@@ -119,11 +119,12 @@ def _standard_library(source: str, root: Path) -> Source:
                 yield from (document, None) if document else (None,)
 
     reader = _unchanged(source, [*paths.values()], read)
-    digest = hashlib.sha256(b"" if source == STDLIB else DOCSTRINGS_VERSION)
+    digest, left_out = hashlib.sha256(b"" if source == STDLIB else DOCSTRINGS_VERSION), len(paths)
     for name, text in modules():
-        content = text.encode()
+        content, left_out = text.encode(), left_out - 1
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return Source(fingerprint=digest.hexdigest(), read=reader)
+    note = f"{left_out} files of the data were left out: not UTF-8" if left_out else ""
+    return Source(fingerprint=digest.hexdigest(), read=reader, skipped_files=note)
 
 
 def _open_files(config: Data, files: Files, on_bytes_read: OnBytesRead) -> Source:

@@ -115,13 +115,13 @@ def open_entry(
         identity.append(chat_fingerprint(template, data.loss_on))
     fingerprint = hashlib.sha256("\0".join(identity).encode()).hexdigest()
     folder = cache / f"{fingerprint[:24]}{LAYOUT}"
-    if _damage(folder, meter):
+    if _damage(folder, fingerprint, meter):
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with _exclusive(folder, meter):
                 # Another process may have built it meanwhile.
-                if damage := _damage(folder, meter):
-                    _build(folder, damage, source, template, pretrained, data, meter)
+                if damage := _damage(folder, fingerprint, meter):
+                    _build(folder, fingerprint, damage, source, template, pretrained, data, meter)
         except OSError as error:
             raise ConfigError(f"data.cache = {data.cache} cannot be written: {error.strerror or error}") from None
     tokenizer = pretrained
@@ -138,11 +138,14 @@ def open_entry(
     return tokens
 
 
-def _damage(folder: Path, meter: ReadProgress) -> str:
+def _damage(folder: Path, fingerprint: str, meter: ReadProgress) -> str:
     if not folder.exists():
         return "missing"
     meter.stage("checking the tokenized data")
-    return find_damage(folder)
+    if damage := find_damage(folder):
+        return damage
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    return "" if facts.get("entry") == fingerprint else "facts.json is of another entry"
 
 
 @contextmanager
@@ -164,7 +167,7 @@ def _exclusive(folder: Path, meter: ReadProgress) -> Iterator[None]:
 
 
 def _build(
-    folder: Path, damage: str, source: Source, template: str | None,
+    folder: Path, fingerprint: str, damage: str, source: Source, template: str | None,
     pretrained: TextTokenizer | None, config: Data, meter: ReadProgress,
 ) -> None:  # fmt: skip
     """Build the entry, of which `damage` is the reason. Call with the entry locked."""
@@ -187,7 +190,7 @@ def _build(
         # `save` of a tokenizer raises no OSError where a disk is full. One that is not from here is not needed.
         content = "{}" if pretrained else tokenizer.backend.to_str(pretty=True)
         (entry / "tokenizer.json").write_text(content, encoding="utf-8")
-        (entry / "facts.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        (entry / "facts.json").write_text(json.dumps(facts | {"entry": fingerprint}, indent=2) + "\n", encoding="utf-8")
         write_digests(entry, {})
         sync(entry)
         try:

@@ -113,11 +113,13 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     remedy = "save one there (AutoTokenizer's save_pretrained), or give the folder of one as data.tokenizer"
     if not folder.is_dir():
         raise ConfigError(f"no tokenizer could be loaded from {folder}: it is no folder")
-    if custom := [name for name in _custom_classes(folder) if not hasattr(transformers, name)]:
-        raise ConfigError(
-            f"the tokenizer in {folder} needs its own code ({', '.join(custom)}), which Octavo never runs: convert it "
-            "to tokenizer.json and remove auto_map from tokenizer_config.json"
-        )
+    custom = _custom_classes(folder)
+    own_code = (
+        f"the tokenizer in {folder} needs its own code ({', '.join(custom)}), which Octavo never runs: convert it to "
+        "tokenizer.json and remove auto_map from tokenizer_config.json"
+    )
+    if not all(hasattr(transformers, name) for name in custom):
+        raise ConfigError(own_code)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
@@ -125,9 +127,11 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     except Exception as error:  # of no common type: each class and format fails in its own way
         reason = _missing_package(folder) or one_line(error)
         raise ConfigError(f"no tokenizer could be loaded from {folder}: {reason}; {remedy}") from None
+    name = type(tokenizer).__name__
+    if custom and name.removesuffix("Fast") not in {other.removesuffix("Fast") for other in custom}:
+        raise ConfigError(f"{own_code}; {name} of Transformers may encode differently")
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # a class made without any of its files
         names = ", ".join(dict.fromkeys((*type(tokenizer).vocab_files_names.values(), "tokenizer.json")))
-        name = type(tokenizer).__name__
         raise ConfigError(f"{folder} holds no tokenizer: none of the files of {name} ({names}); {remedy}")
     end = tokenizer.eos_token or tokenizer.sep_token
     if end not in tokenizer.get_vocab():
