@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,14 @@ def test_a_crash_before_the_folder_is_checked_resumes_no_earlier_run(tmp_path):
     assert supervise(command, tmp_path, resume=False, restarts=2, note=lambda text: None) == 2
     assert (tmp_path / "calls").read_text().splitlines() == ["", ""]
     assert not read_events(tmp_path)
+
+
+def test_a_restart_that_is_not_recorded_is_said(tmp_path):
+    (tmp_path / "config.toml").touch()
+    (tmp_path / "events.jsonl").mkdir()
+    notes, command = [], [sys.executable, "-c", ENDS, str(tmp_path), json.dumps([-9, 0])]
+    assert supervise(command, tmp_path, resume=True, restarts=1, note=notes.append) == 0
+    assert re.fullmatch(r"the restart is not recorded: .*events\.jsonl cannot be written: Is a directory", notes[1])
 
 
 def test_a_restart_is_recorded_after_an_event_that_a_kill_left_unfinished(make_config, tmp_path):

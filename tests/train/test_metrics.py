@@ -137,16 +137,23 @@ def test_a_field_of_another_type_is_named(name, field, tmp_path):
         if (isinstance(value, str) and field in strings) or (field == "what_if" and isinstance(value, dict)):
             continue  # that is its type
         if value == -1j and field in ("to", "rollbacks", "skipped_batches"):
-            continue  # optional
+            continue  # below
         (tmp_path / name).write_text(f"{good}\n{wrong(name, field, value)}\n")
         with pytest.raises(ValueError, match=rf"^{re.escape(str(tmp_path / name))}, line 2 is not .*: {field}\b"):
             READERS[name](tmp_path)
 
 
+@pytest.mark.parametrize("field", ["to", "skipped_batches"])
+def test_a_rollback_is_recorded_whole(field, tmp_path):
+    (tmp_path / "events.jsonl").write_text(wrong("events.jsonl", field, -1j) + "\n")
+    with pytest.raises(ValueError, match=r"events\.jsonl, line 1 is not an event .*: come with to and skipped_batches"):
+        READERS["events.jsonl"](tmp_path)
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_a_line_of_something_else(name, tmp_path):
     good, extra = json.dumps(ROWS[name]).encode(), json.dumps(ROWS[name] | {"extra": 1}).encode()
-    for line in (b"[]", b"3", b"null", b"", b"{", b'{"step": 1}', b"\xff", extra):
+    for line in (b"[]", b"3", b"null", b"", b"{", b'{"step": 1}', b"\xff", b"[" * 100_000, extra):
         (tmp_path / name).write_bytes(good + b"\n" + line + b"\n")
         with pytest.raises(ValueError, match=rf"{re.escape(name)}, line 2 is not .*: {'extra: ' * (line == extra)}.+"):
             READERS[name](tmp_path)
@@ -195,8 +202,9 @@ def test_a_resume_checks_the_steps_that_it_keeps(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("layers.json", "[3]"), ("layers.json", '[{"name": 3}]'), ("layers.json", "{"),
+        ("layers.json", "[3]"), ("layers.json", '[{"name": 3}]'), ("layers.json", "{"), ("layers.json", "[" * 100_000),
         ("config.toml", "inspect = 3"), ("config.toml", "[inspect]\nlimits = 3"), ("config.toml", "="),
+        ("config.toml", "x = " + "[" * 3000),
         ("config.toml", '[inspect.limits]\nsqnr = "a"'), ("config.toml", "[inspect.limits]\nb = 1"),
     ],
 )  # fmt: skip

@@ -132,6 +132,13 @@ def test_nothing_is_written_through_a_link_nor_a_file_in_place_of_a_folder(make_
     assert not (tmp_path / "gone").exists()
 
 
+def test_a_lock_is_no_link(make_config, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".lock").symlink_to(tmp_path / "gone")
+    refused("out cannot be written", make_config(), tmp_path / "out", resume=False)
+    assert not (tmp_path / "gone").exists()
+
+
 def test_folders_may_be_elsewhere_and_files_elsewhere_are_not_changed(copied, make_config, tmp_path):
     for name in FOLDERS:  # which may be on another disk
         (copied / name).rename(tmp_path / name)
@@ -163,10 +170,14 @@ def test_folders_that_are_no_checkpoints_are_passed_over(copied, make_config):
     seen = Recorder()
     run(make_config(run={"steps": 7}), out=copied, resume=True, progress=seen)
     assert [row.step for row in seen.rows] == [7]
+    assert sum("is no checkpoint and is ignored" in note for note in seen.notes) == 4
     last = latest_checkpoint(copied)
     assert last.name == "step-000007"  # in place of the empty folder
-    (last / "trainer.json").unlink()  # and this one is not
-    refused("to resume from the one before", make_config(run={"steps": 8}), copied)
+
+
+def test_a_checkpoint_without_its_state_is_not_passed_over(copied, make_config):
+    (latest_checkpoint(copied) / "trainer.json").unlink()
+    refused("to resume from the one before", make_config(run={"steps": 7}), copied)
 
 
 @pytest.fixture

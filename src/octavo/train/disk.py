@@ -92,7 +92,7 @@ def lock(path: Path) -> int:
     """Lock a file, created if missing, and return its descriptor; remove the file before closing the descriptor."""
     # Raises BlockingIOError if another process holds the lock.
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,7 +110,7 @@ def lock(path: Path) -> int:
 def is_locked(path: Path) -> bool | None:
     """Whether a process holds the lock of a file; None where that cannot be known. Holds the lock for an instant."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     except OSError:
         return False
     try:

@@ -12,13 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from octavo.train.checkpoint.retention import latest_checkpoint, step_of
 from octavo.train.ranks import Ranks
-from octavo.train.record.metrics import CONFIG_FILE, RESTART, add_event
+from octavo.train.record.metrics import CONFIG_FILE, EVENTS_FILE, RESTART, add_event
 from octavo.train.record.progress import Progress
 
 GRACE_SECONDS = 8.0  # Grace of a run that has not begun to train when a signal reaches it: clusters kill after 30 s
@@ -151,6 +151,8 @@ def supervise(command: Sequence[str], out: Path, *, resume: bool, restarts: int,
             text += f"step {step}" if newest is not None else "the beginning: there is no checkpoint"
             note(text)
             if resume and (out / CONFIG_FILE).exists():
-                with suppress(OSError):  # of a full disk: the restart is not recorded
+                try:
                     add_event(out, step, RESTART, text)
+                except OSError as error:  # of a full disk
+                    note(f"the restart is not recorded: {out / EVENTS_FILE} cannot be written: {error.strerror}")
     return code if code >= 0 else 128 - code

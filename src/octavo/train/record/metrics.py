@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
-from typing import Any, NotRequired, Self
+from typing import Annotated, Any, NotRequired, Self
 
-from pydantic import with_config
+from pydantic import AfterValidator, with_config
 from typing_extensions import TypedDict
 
 from octavo.inspect.findings import Finding, Thresholds
@@ -367,6 +367,12 @@ FINDING, MOVE, ROLLBACK, LOSS_SCALE, RESTART = "finding", "move", "rollback", "l
 EVALUATION = "evaluation"  # Of the model before its first step
 
 
+def _check_rollback(event: dict[str, Any]) -> dict[str, Any]:
+    if "rollbacks" in event and not {"to", "skipped_batches"} <= event.keys():
+        raise ValueError("rollbacks: come with to and skipped_batches")
+    return event
+
+
 @with_config(STRICT)
 class _Event(TypedDict):
     step: NonNegative
@@ -377,7 +383,7 @@ class _Event(TypedDict):
     skipped_batches: NotRequired[NonNegative]
 
 
-Event: Any = _Event  # A line of `events.jsonl`; readers take it as a dict
+Event: Any = Annotated[_Event, AfterValidator(_check_rollback)]  # A line of `events.jsonl`; readers take it as a dict
 
 
 def add_event(out: Path, step: int, event: str, text: str, **details: int) -> None:

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.train.checkpoint.retention import FOLDER, checkpoints, latest_checkpoint, step_of
+from octavo.train.checkpoint.retention import FOLDER, checkpoints, invalid_checkpoints, latest_checkpoint, step_of
 from octavo.train.checkpoint.store import damaged_checkpoints, read_trainer_state, set_aside
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, naming
 from octavo.train.config.sections import expand
@@ -25,7 +25,7 @@ OTHER_FILES = (  # Other files of a run or its report
 
 class RunFolder(NamedTuple):
     checkpoint: Path | None = None
-    notes: tuple[str, ...] = ()  # Changed settings and damaged checkpoints
+    notes: tuple[str, ...] = ()  # Changed settings, damaged checkpoints and ignored folders
 
 
 def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort: bool = False) -> RunFolder:
@@ -46,19 +46,21 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort
         return RunFolder()
     damaged = damaged_checkpoints(out) if best_effort else {}
     checkpoint = next((path for path in reversed(checkpoints(out)) if path not in damaged), None)
+    reason = "is no checkpoint and is ignored: it is empty, or not named as step-000100"
+    ignored = tuple(f"{path} {reason}" for path in invalid_checkpoints(out))
     if checkpoint is None:
         if (files := run_files + foreign_files) and not (out / CONFIG_FILE).exists():
             problem = f"{out} holds {files[0]} but no checkpoint and no {CONFIG_FILE}"
             raise ConfigError(f"{problem}, so it is not known which run wrote it: choose another folder (--out)")
         if run_files:
             check_same_run(_read_config(out / CONFIG_FILE), config, out)
-        return RunFolder()
+        return RunFolder(notes=ignored)
     state = read_trainer_state(checkpoint)
     changes = check_same_run(state["config"], config, out)
     if config.run.steps < state["step"]:
         raise ConfigError(f"run.steps = {config.run.steps}, but {checkpoint} is already at step {state['step']}")
     aside = (f"{path} is damaged: {reason}. It is {set_aside(path).name} now" for path, reason in damaged.items())
-    return RunFolder(checkpoint, (*aside, *changes))
+    return RunFolder(checkpoint, (*aside, *ignored, *changes))
 
 
 def _progress(out: Path) -> str:
