@@ -108,6 +108,7 @@ def test_version():
         (["train", "nowhere.toml"], ["nowhere.toml"]),
         (["doctor", "--device", "gpu"], ["device", "cpu"]),
         (["doctor", "--device", "cpu:x"], ["device", "cpu"]),
+        (["doctor", "--device", "meta"], ["device", "cpu"]),
         (["doctor", "--device", ""], ["device", "cpu"]),
     ],
 )

@@ -1,5 +1,6 @@
 """`octavo doctor | plan | calibrate`: backends of this machine, cost of a run, fastest kernels."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -116,6 +117,8 @@ def _device(name: str) -> "torch.device":
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):  # not meta, which computes nothing
+        raise ValueError(f"device is auto, cpu, cuda or cuda:<number>; got {name!r}")
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # AssertionError: a PyTorch without CUDA

@@ -1,5 +1,6 @@
 """Losses of any trainer in a JSON file, for `octavo compare --losses`."""
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,23 @@ def read_losses(path: Path) -> list[LossTable]:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"--losses {path} cannot be read: {error.strerror}. Give a JSON file: {SHAPE}") from None
+    try:
+        json.loads(content, object_pairs_hook=_check_names, parse_float=_check_range)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}. Give a JSON file: {SHAPE}") from None
     if not content.lstrip().startswith(b"["):
         content = b"[%b]" % content
     tables: list[LossTable] = read_record(content, LossTables, f"{path} cannot be read: {SHAPE}")
     return tables
+
+
+def _check_names(pairs: list[tuple[str, object]]) -> None:
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"the key {twice[0]!r} is given twice in one object")
+
+
+def _check_range(text: str) -> None:
+    """Infinity means divergence, a number beyond the range of floats does not."""
+    if math.isinf(float(text)):
+        raise ValueError(f"{text} is beyond the range of floats")
