@@ -106,6 +106,9 @@ def prepare(folder, kind, mark):
     elif kind == "bytes":
         stored.state_dict_metadata[entry(stored).fqn] = BytesStorageMetadata()
         error_text = "BytesStorageMetadata"
+    elif kind == "number":
+        info.offset = -1
+        error_text = r"points to \(-1, \d+\) in "
     elif kind == "transformed":
         info.transform_descriptors = ["zstd"]
         error_text = "is transformed"
@@ -131,7 +134,7 @@ def prepare(folder, kind, mark):
     return error_text
 
 
-KINDS = ["command", "hidden command", "bytes", "transformed", "shard", "parent", "absolute", "link"]
+KINDS = ["command", "hidden command", "bytes", "number", "transformed", "shard", "parent", "absolute", "link"]
 
 
 @pytest.mark.thorough

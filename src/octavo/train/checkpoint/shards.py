@@ -171,15 +171,18 @@ def read_index(folder: Path) -> metadata.Metadata:
         for name, entry in index.state_dict_metadata.items():
             if not isinstance(entry, metadata.TensorStorageMetadata):
                 raise ConfigError(f"{name} is no tensor, and whatever else it is would be unpickled")
-        index.storage_data = {
+            if not isinstance(entry.size, torch.Size) or not isinstance(entry.properties.dtype, torch.dtype):
+                raise TypeError
+        places = {
             metadata.MetadataIndex(key.fqn, key.offset, key.index): _checked(info)
             for key, info in index.storage_data.items()
         }
+        index = metadata.Metadata(index.state_dict_metadata, index.planner_data, places, metadata.StorageMeta())
     except ConfigError as error:
         raise ConfigError(f"{folder / INDEX} is not loaded: {error}") from None
     except Exception as error:  # no common type: unpickling raises many
         raise ConfigError(f"{INDEX} cannot be read ({type(error).__name__})") from None
-    for info in index.storage_data.values():
+    for info in places.values():
         place = folder / info.relative_path
         if place.exists() and place.resolve().parent != folder.resolve():
             raise ConfigError(f"{place} is not loaded: it is a link out of its folder")
@@ -188,12 +191,15 @@ def read_index(folder: Path) -> metadata.Metadata:
 
 def _checked(info: StorageInfo) -> StorageInfo:
     """Where a part of a tensor is, if that is a file beside the index, as it was written."""
-    file: object = info.relative_path
-    if not isinstance(file, str) or Path(file).name != file or "\\" in file or file.startswith("."):
+    file, numbers = info.relative_path, (info.offset, info.length)
+    # Of `str` and `int` themselves: classes of a pickle may compare in their own way.
+    if type(file) is not str or Path(file).name != file or "\\" in file or file.startswith("."):
         raise ConfigError(f"it points to {str(file)!r}, which is no file beside it")
     if getattr(info, "transform_descriptors", None):
         raise ConfigError(f"the content of {file} is transformed, which Octavo's is not")
-    return info
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ConfigError(f"it points to {numbers} in {file}")
+    return StorageInfo(file, *numbers)
 
 
 class _Properties(metadata.TensorProperties):
