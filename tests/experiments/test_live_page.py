@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import time
 
 import pytest
@@ -78,6 +79,24 @@ def test_how_a_run_ended(stopped, state, notice, run):
         run.end(stopped, steps=7)
     shown = Shown(LivePage(run.folder).html())
     assert shown.state == state and notice in shown.text
+
+
+def test_a_run_that_was_killed_after_it_went_on_past_its_end(run):
+    run.setup()
+    run.step(*range(1, 8))
+    run.end("done", steps=7)
+    run.step(8, 9)
+    shown = Shown(LivePage(run.folder).html())
+    assert shown.state == "killed" and "after step 9" in shown.text
+
+
+def test_a_folder_that_cannot_be_read_is_damaged(run):
+    run.setup()
+    page = LivePage(run.folder)
+    page.html()
+    shutil.rmtree(run.folder)
+    run.folder.write_text("")
+    assert Shown(page.html()).state == "damaged"
 
 
 def test_an_ended_run_is_shown_as_its_report(run, tmp_path):

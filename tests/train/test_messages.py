@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, run
 from octavo.train.config.sections import Data
-from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, contents, conversation_text
+from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, contents, conversation_text, messages_of
 from octavo.train.data.source import open_source
 from octavo.train.data.tokenizer import load_tokenizer, train_tokenizer
 from octavo.train.trainer import Trainer
@@ -250,6 +250,12 @@ def test_rows_of_alpaca_and_sharegpt(tmp_path, name, suffix):
     texts = [text for text in open_source(config, lambda _: None).read(tmp_path) if text]
     expected = [{"role": "user", "content": question}, {"role": "assistant", "content": "3"}]
     assert [json.loads(text) for text in texts] == [expected] * 2
+
+
+@pytest.mark.parametrize("text", [{"a": 1}, ["x", 3], 7])
+def test_an_input_of_alpaca_that_is_no_text_is_refused(text):
+    with pytest.raises(ConfigError, match="line 1, message 0: .content. should be text"):
+        conversation_text("a.jsonl, line 1", messages_of(ALPACA | {"input": text}, "messages"))
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8").partition("### Tool calls")[2]

@@ -69,19 +69,19 @@ class LivePage:
 
     def html(self) -> str:
         """The page; the same text as before if nothing has changed."""
-        locked = is_locked(self._folder / LOCK)
-        seen = locked, [_stamp(self._folder / name) for name in FOLLOWED]
-        changed = seen != self._seen
-        if changed:
-            self._seen = seen
-            try:
+        seen: object = None
+        try:
+            locked = is_locked(self._folder / LOCK)
+            seen = locked, [_stamp(self._folder / name) for name in FOLLOWED]
+            if changed := seen != self._seen:
                 with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of lines half written
                     self._run, self._state, self._notice = read_state(self._folder, locked)
-            except (ValueError, OSError) as error:  # what was read before stays
-                self._state, self._notice = "damaged", str(error)
+        except (ValueError, OSError) as error:  # what was read before stays
+            changed, self._state, self._notice = True, "damaged", str(error)
         silent_minutes = _silent_minutes(self._run) if self._run is not None and self._state == "training" else 0
         if changed or silent_minutes != self._silent_minutes:
             self._silent_minutes, self._html = silent_minutes, self._render(silent_minutes)
+        self._seen = seen
         return self._html
 
     def _render(self, silent_minutes: int) -> str:

@@ -241,8 +241,9 @@ def messages_of(row: Mapping[str, object], name: str) -> object:
         value = row.get(SHAREGPT)
     if value is not None or not isinstance(row.get("instruction"), str) or not row.get("output"):
         return value
-    texts = (row["instruction"], row.get("input"))
-    question = "\n\n".join(str(text) for text in texts if text)
+    texts = [text for text in (row["instruction"], row.get("input")) if text]
+    # No text of what is none: `conversation_text` refuses the question as it is.
+    question = "\n\n".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else {"input": row["input"]}
     return [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
 
 
