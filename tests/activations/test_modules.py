@@ -240,7 +240,7 @@ def test_a_plan_carries_storage_through_json():
 
 def test_wrong_requests_are_named():
     for call in (octavo.Precision, lambda **options: octavo.convert(nn.Linear(8, 8), **options)):
-        with pytest.raises(ValueError, match="'bf16' .unchanged., 'fused' .*'fp8'; got 'fp9' .did you mean 'fp8'"):
+        with pytest.raises(ValueError, match="'bf16', 'fused' or 'fp8'; got 'fp9' .did you mean 'fp8'"):
             call(activations="fp9")
     with pytest.raises(ValueError, match="set them there"):
         octavo.convert(nn.Linear(8, 8), precision=BOTH, activations="fp8")

@@ -244,7 +244,7 @@ def test_products_are_timed_as_a_planned_linear_runs_them():
         (("--shapes", "1,2"), "--shapes takes M,K,N"),
         (("--shapes", "0,2,3"), "--shapes takes M,K,N"),
         (("--recipe", "rowwis"), "did you mean 'rowwise'"),
-        (("--device", "cda"), "Give auto, cpu, cuda"),
+        (("--device", "cda"), "device is auto, cpu, cuda"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU answers")

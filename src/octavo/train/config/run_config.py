@@ -55,7 +55,7 @@ def naming(what: str, *types: type[Exception]) -> Iterator[None]:
     try:
         yield
     except caught as error:
-        raise ConfigError(f"{what}: {one_line(error)}") from None
+        raise ConfigError(f"{what}: {getattr(error, 'strerror', None) or one_line(error)}") from None
 
 
 def optional_package(name: str, what: str, install: str) -> Any:
