@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import MLP, llama
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from octavo.planner.fake import fake_batch, fake_copy, fake_tensors
 from support.dispatch_modes import Passing
@@ -81,3 +81,12 @@ def test_latent_attention_is_fused_on_gpus_and_not_on_cpus():
     assert "_scaled_dot_product_efficient_attention_backward.default" in on_gpu and "bmm.default" not in on_gpu
     assert "bmm.default" in on_cpu
     assert F.scaled_dot_product_attention is before
+
+
+def test_what_pytorch_raises_it_does_not_print(caplog):
+    with pytest.raises(RuntimeError, match="broadcast"), fake_tensors():
+        torch.empty(4, 30) + torch.empty(4, 32)
+    assert caplog.text == ""
+    with pytest.raises(RuntimeError), FakeTensorMode():
+        torch.empty(4, 30) + torch.empty(4, 32)
+    assert "failed while attempting to run meta" in caplog.text  # outside as ever

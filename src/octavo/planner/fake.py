@@ -1,6 +1,7 @@
 """Fake models and batches: the same modules on tensors with a shape, dtype and device but no storage."""
 
 import copy
+import logging
 import sys
 import threading
 from collections import Counter
@@ -32,11 +33,21 @@ def fake_tensors(device: str = "cuda", *, packed: bool = False) -> Iterator[Fake
     state = torch.get_rng_state()
     fused = _fused_attention() if device == "cuda" else nullcontext()
     sequences = nullcontext() if packed else unpacked_sequences()
+    log, unraised = logging.getLogger("torch._subclasses.fake_tensor"), _Unraised()
+    log.addFilter(unraised)
     try:
         with sequences, fused, FakeTensorMode(allow_non_fake_inputs=True) as mode:
             yield mode
     finally:
+        log.removeFilter(unraised)
         torch.set_rng_state(state)
+
+
+class _Unraised(logging.Filter):
+    """Leaves out PyTorch's records of errors that it raises as well: who catches one says what it means."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.exc_info is None
 
 
 @contextmanager
