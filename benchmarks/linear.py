@@ -16,7 +16,6 @@ from benchmarks.session import Row, Session, begin, parser, times
 from benchmarks.shapes import Shape
 from benchmarks.timing import CpuClock, Run, sets
 from octavo.nn.equalized import equalized_layers, equalizer_of
-from octavo.planner.host_time import RATIOS
 
 CPU_SHAPE, CPU_ROUNDS = (2048, 1024, 1024), 15  # Of the rounds the best counts
 FIRST_ARMS = 3
@@ -51,23 +50,12 @@ def measure(session: Session, shape: Shape, arm: Arm) -> Row:
     figures = in_steady_state(session, model, runs)
     label = shapes.label(shape)
     figures |= speedup(session.rows, {**figures, "mode": arm.mode}, shape=label)
-    if arm.mode == "eager" and shape in shapes.SETS["small"]:
-        figures |= _host(session, runs[0], arm, label)
     if figures["kernel_ms"] is None:
         return figures
     figures["tflops"] = round(6 * shape[0] * shape[1] * shape[2] / figures["kernel_ms"] / 1e9, 1)
     figures["percent"] = round(100 * figures["tflops"] / session.facts["ceilings"]["bf16_tflops"], 1)
     limit = session.find(shape=label, arm="products") or {}
     return figures | {"amdahl_ms": limit.get("kernel_ms")}
-
-
-def _host(session: Session, run: Run, arm: Arm, label: str) -> Row:
-    """Time of the host, and its ratio to bf16's beside the planner's, which was measured without a GPU."""
-    host_ms = session.clock.host_ms(run)
-    base = (session.find(shape=label, arm="bf16", mode="eager") or {}).get("host_ms")
-    ratio = round(host_ms / base, 3) if host_ms and base else None
-    predicted = RATIOS[arm.recipe] if arm.name.startswith("octavo") else None
-    return {"host_ms": host_ms and round(host_ms, 5), "host_ratio": ratio, "predicted_host_ratio": predicted}
 
 
 def in_steady_state(session: Session, model: nn.Module, runs: list[Run]) -> Row:
@@ -93,7 +81,7 @@ def plan(options: Any, targets: tuple[Shape, ...]) -> list[tuple[Shape, Arm]]:
     sizes = shapes.each_once(options.shapes)
     if options.quick:
         return [(shape, arm) for shape in sizes or targets for arm in TARGET_ARMS]
-    sizes = sizes or shapes.each_once(shapes.SETS[name] for name in ("targets", "llama", "cubes", "small", "losing"))
+    sizes = sizes or shapes.each_once(shapes.SETS[name] for name in ("targets", "llama", "cubes", "losing"))
     first = [shape for shape in targets if shape in sizes] or sizes[:1]
     rest = [shape for shape in sizes if shape not in first]
     return [

@@ -26,12 +26,10 @@ SETS: dict[str, tuple[Shape, ...]] = {
     "cubes": tuple((size, size, size) for size in (4096, 8192, 16384, 2048, 1024)),
     "llama": tuple((TOKENS, k, n) for k, n in _PROJECTIONS),
     "losing": _LOSING,
-    "small": tuple((tokens, side, side) for tokens, side in ((1024, 2048), (4096, 4096), (256, 2048), (1024, 1024))),
     "tiny": ((48, 64, 32), (17, 19, 5)),
 }
 """`llama`: projections of Llama 2 7B/13B, Llama 3 8B/70B and their tensor-parallel shards. `losing`: where FP8 should
-lose: narrow layers, few tokens, LoRA ranks, a vocabulary head. `small`: where the host sets the pace of eager layers.
-`tiny`: what runs without a GPU."""
+lose: narrow layers, few tokens, LoRA ranks, a vocabulary head. `tiny`: what runs without a GPU."""
 
 DESCRIPTION = (
     "named sets, or shapes, separated by spaces. Sets: "

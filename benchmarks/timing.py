@@ -48,9 +48,6 @@ class Rehearsal:
         run()
         return None
 
-    def host_ms(self, run: Run) -> float | None:
-        return None
-
 
 class CpuClock(Rehearsal):
     """Wall time on a CPU, best of some rounds: other processes only ever add to it."""
@@ -118,17 +115,6 @@ class GpuClock:
         run()
         torch.cuda.synchronize(self.device)
         return (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
-
-    def host_ms(self, run: Run) -> float:
-        """Time that a call takes the host: of so few calls that the GPU's queue, empty before, holds all launches."""
-        samples = []
-        for _ in range(9):
-            torch.cuda.synchronize(self.device)
-            start = time.perf_counter()
-            for _ in range(5):
-                run()
-            samples.append(1e3 * (time.perf_counter() - start) / 5)
-        return statistics.median(samples)
 
     def _timed(self, call: Run, count: int, *, asleep: bool = False) -> list[float]:
 
