@@ -24,7 +24,9 @@ def no_processes_left():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "experts")) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("experts", "wrappers"))) for kind in KINDS]
+)
 def test_nothing_is_found(kind):
     statuses = []
 
