@@ -199,6 +199,8 @@ class ResidentWeight(Fp8Weight):
         tensor.data_, tensor.scale, tensor.spec, tensor.text = data, scale, spec, spec.text
         return tensor
 
+    def __init__(self, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype) -> None: ...
+
     @staticmethod
     @torch.no_grad()
     def quantized(weight: Tensor, spec: MessageSpec) -> "ResidentWeight":
