@@ -409,6 +409,8 @@ class ResidentShard(ResidentWeight):
 
     rows: int  # Size of dimension 0 of the whole weight
 
+    def __init__(self, *arguments: object) -> None: ...
+
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype, rows: int) -> "ResidentShard":
         shard = super().__new__(cls, data, scale, spec, dtype)
