@@ -5,13 +5,14 @@ import os
 import re
 import shutil
 import time
+import tracemalloc
 
 import pytest
 from live_runs import ReplayedRun
 from test_run_report import charts_of, parse, text_of
 
 from octavo.experiments import live_page
-from octavo.experiments.live_page import LivePage, run_folder
+from octavo.experiments.live_page import LivePage, read_state, run_folder
 from octavo.experiments.run_report import write_report
 
 
@@ -223,3 +224,23 @@ def test_folders_without_a_run(tmp_path):
     checkpoint = other / "bf16" / "checkpoints" / "step-000010"
     checkpoint.mkdir(parents=True)
     assert run_folder(checkpoint) == (other / "bf16").resolve()
+
+
+@pytest.mark.thorough
+def test_a_run_of_weeks_is_read_in_little_memory(run):
+    run.setup()
+    row = json.loads(run.line(1))
+    run.append("".join(json.dumps(row | {"step": step}) + "\n" for step in range(1, 20_001)))
+    tracemalloc.start()
+    try:
+        read, *_ = read_state(run.folder, locked=True)
+        assert tracemalloc.get_traced_memory()[1] < 500 * 20_000  # the steps themselves are 1,200 bytes each
+    finally:
+        tracemalloc.stop()
+    assert len(read.curves.step) == 20_000 and [row.step for row in read.recent] == [*range(19_951, 20_001)]
+
+
+def test_a_gradient_that_is_not_finite_is_said(run):
+    run.setup()
+    run.append(json.dumps(json.loads(run.line(1)) | {"grad_norm": None, "loss": None, "skipped": True}) + "\n")
+    assert "not finite gradient norm" in Shown(LivePage(run.folder).html()).text

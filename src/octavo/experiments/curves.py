@@ -3,7 +3,9 @@
 A value that was not finite leaves a gap, never a zero.
 """
 
-from collections.abc import Sequence
+import math
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,13 @@ from octavo.train.record.metrics import LOSS, StepMetrics
 
 Floats = NDArray[np.floating[Any]]
 Steps = NDArray[np.int64]
+
+
+COLUMNS = dict.fromkeys(("loss", "lr", "grad_norm", "tokens_per_s", "held_out"), 1.0) | {
+    "mfu": 100,
+    "peak_memory": 2**-30,
+}
+"""The series of a run's steps beside their numbers, and the factor to the unit of `Curves`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +39,14 @@ class Curves:
     peak_memory: Floats  # Largest number of bytes of tensors on the first GPU so far, in GiB
 
     @classmethod
-    def of(cls, rows: Sequence[StepMetrics]) -> "Curves":
-        def column(name: str) -> Floats:
-            return np.array([getattr(row, name) for row in rows], np.float64)  # None becomes NaN
-
-        return cls(
-            step=np.array([row.step for row in rows], np.int64), loss=column("loss"), lr=column("lr"),
-            grad_norm=column("grad_norm"), tokens_per_s=column("tokens_per_s"), mfu=100 * column("mfu"),
-            held_out=np.array([(row.held_out or {}).get(LOSS) for row in rows], np.float64),
-            peak_memory=column("peak_memory") / 2**30,
-        )  # fmt: skip
+    def of(cls, rows: Iterable[StepMetrics]) -> "Curves":
+        steps, columns = array("q"), {name: array("d") for name in COLUMNS}
+        for row in rows:
+            steps.append(row.step)
+            for name, column in columns.items():
+                value = (row.held_out or {}).get(LOSS) if name == "held_out" else getattr(row, name)
+                column.append(math.nan if value is None else value * COLUMNS[name])
+        return cls(step=np.array(steps), **{name: np.array(column) for name, column in columns.items()})
 
 
 def smoothing_window(steps: int) -> int:

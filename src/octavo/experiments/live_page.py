@@ -25,13 +25,11 @@ from octavo.train.record.metrics import (
     SETUP_FILE,
     RunResult,
     RunSetup,
-    StepTotals,
 )
 from octavo.train.record.statistics import STATISTICS_FILE, run_of
 
 FOLLOWED = (METRICS_FILE, EVENTS_FILE, STATISTICS_FILE, SETUP_FILE, RESULT_FILE, LAYERS_FILE, CONFIG_FILE)
 STALLED = 60  # Seconds without a step after which a run is marked, or ten steps if they take longer
-RECENT = 50  # Last steps, whose speed tells the time that is left
 ENDED = {  # State and text by `RunResult.stopped`
     "done": ("done", ""),
     "early": ("done", "The held-out loss fell no more (eval.patience): the run ended early."),
@@ -118,7 +116,7 @@ def read_state(folder: Path, locked: bool | None) -> tuple[LoggedRun | None, str
         return None, "waiting", "The run has not begun. This page shows it once it has."
     run = read_run(folder, summary, labels([folder], [summary])[0])
     run = replace(run, events=run.events[::-1])  # the newest first
-    totals = StepTotals(run.steps).fields()
+    totals = run.totals.fields()
     if ended is not None and not locked and ended.steps == totals["steps"]:
         state, notice = ENDED.get(ended.stopped, ("stopped", f"The run has stopped: {ended.stopped}."))
         return replace(run, result=ended), state, notice
@@ -134,7 +132,7 @@ def read_state(folder: Path, locked: bool | None) -> tuple[LoggedRun | None, str
 def _last_time(run: LoggedRun) -> float | None:
     """When the last step of this process ended, or training began; None if an earlier release wrote no times."""
     started = None if run.setup is None else run.setup.started
-    last = run.steps[-1].time if run.steps else None
+    last = run.recent[-1].time if run.recent else None
     return started if last is None else max(last, started or last)
 
 
@@ -146,7 +144,7 @@ def _silent_minutes(run: LoggedRun) -> int:
 
 def _seconds_per_step(run: LoggedRun) -> float | None:
     """Mean seconds of the last steps of this process, with what lies between them."""
-    recent, started = run.steps[-RECENT:], 0.0 if run.setup is None else run.setup.started
+    recent, started = run.recent, 0.0 if run.setup is None else run.setup.started
     times = [row.time for row in recent if row.time is not None and row.time >= started]
     if len(times) > 1:
         return (times[-1] - times[0]) / (len(times) - 1)

@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +20,14 @@ from octavo.train.record.metrics import (
     RunResult,
     RunSetup,
     StepMetrics,
+    StepTotals,
+    each_step,
     read_events,
-    read_metrics,
 )
 from octavo.train.record.statistics import all_findings, limits_of, read_statistics
 
 SAMPLES_SHOWN = 50  # Steps whose samples a page shows
+RECENT = 50  # Last steps, whose speed tells the time that is left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,10 @@ class LoggedRun:
     label: str
     slot: int
     result: RunResult
-    steps: list[StepMetrics]
+    curves: Curves
+    totals: StepTotals
+    recent: list[StepMetrics]  # The last `RECENT` steps
+    samples: list[StepMetrics]  # The last steps after which the model wrote samples, the newest first
     config: str
     layers: list[list[str]]
     statistics: list[OperandStats]
@@ -44,17 +49,8 @@ class LoggedRun:
     setup: RunSetup | None
 
     @cached_property
-    def curves(self) -> Curves:
-        return Curves.of(self.steps)
-
-    @cached_property
     def heatmaps(self) -> list[Chart]:
         return heatmaps(self.statistics)
-
-    @property
-    def samples(self) -> list[StepMetrics]:
-        """The last steps after which the model wrote samples, the newest first."""
-        return [row for row in reversed(self.steps) if row.samples][:SAMPLES_SHOWN]
 
 
 def read_runs(folders: list[Path]) -> list[LoggedRun]:
@@ -65,10 +61,22 @@ def read_runs(folders: list[Path]) -> list[LoggedRun]:
 
 
 def read_run(folder: Path, result: RunResult, label: str, slot: int = 0) -> LoggedRun:
-    """Read the run of a summary as far as it got."""
-    config, statistics = folder / CONFIG_FILE, read_statistics(folder)
+    """Read the run of a summary as far as it got; of its steps, of which there may be millions, the numbers alone."""
+    config, statistics, totals = folder / CONFIG_FILE, read_statistics(folder), StepTotals()
+    recent: deque[StepMetrics] = deque(maxlen=RECENT)
+    samples: deque[StepMetrics] = deque(maxlen=SAMPLES_SHOWN)
+
+    def steps() -> Iterator[StepMetrics]:
+        for row in each_step(folder, result.steps):
+            totals.add(row)
+            recent.append(row)
+            if row.samples:
+                samples.appendleft(row)
+            yield row
+
     return LoggedRun(
-        label=label, slot=slot, result=result, steps=read_metrics(folder, result.steps), layers=read_layers(folder),
+        label=label, slot=slot, result=result, curves=Curves.of(steps()), totals=totals, recent=list(recent),
+        samples=list(samples), layers=read_layers(folder),
         config=config.read_text(encoding="utf-8"), statistics=statistics, events=read_events(folder),
         # The limits import torch, which a page without statistics does without.
         findings=all_findings(statistics, limits_of(folder)) if statistics else [], setup=RunSetup.read(folder),

@@ -4,6 +4,7 @@ Everything is read from what the runs left in their folders, so a report can be 
 """
 
 import json
+import math
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -208,7 +209,7 @@ def _tiles(runs: Sequence[LoggedRun], verdicts: Sequence[PairVerdict]) -> list[d
 
 def _run_tiles(run: LoggedRun) -> list[dict[str, str]]:
     """The figures of one run, beside those that were predicted."""
-    result, setup, last = run.result, run.setup, run.steps[-1] if run.steps else None
+    result, setup, last = run.result, run.setup, run.recent[-1] if run.recent else None
     expected, data = (setup.expected, setup.data) if setup is not None else (None, None)
     tiles = [_tile(v, _held_out_format(name), held_out_label(name)) for name, v in (result.held_out or {}).items()]
     loss = result.losses.tail_mean if result.losses is not None else None
@@ -226,7 +227,8 @@ def _run_tiles(run: LoggedRun) -> list[dict[str, str]]:
     per_unit = f"saved for backward, bytes/{result.unit.removesuffix('s')}"
     tiles.append(_tile(result.saved_bytes_per_token, "{:,.0f}", per_unit))
     if last is not None:
-        tiles.append(_tile(last.grad_norm, "{:.3g}", "gradient norm before clipping"))
+        norm = math.nan if last.grad_norm is None else last.grad_norm
+        tiles.append(_tile(norm, "{:.3g}" if math.isfinite(norm) else "not finite", "gradient norm before clipping"))
     if last is not None and last.epoch is not None and data is not None:
         size = f"{data.rows:,} rows"
         if data.documents is not None and data.tokens is not None:

@@ -5,14 +5,21 @@ written raises ValueError with the file, the line and the field.
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+
+class Stepped(Protocol):
+    @property
+    def step(self) -> int: ...
+
+
 T = TypeVar("T")
+S = TypeVar("S", bound=Stepped)
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]  # What a run counts
@@ -24,15 +31,22 @@ class Record:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
-def read_records(path: Path, kind: type[T], what: str) -> list[T]:
-    """Read the records in a file, in order; [] without a file. `what`: as "a step"."""
+def each_record(path: Path, kind: type[T], what: str) -> Iterator[T]:
+    """The records in a file one at a time, in order; none without a file. `what`: as "a step"."""
     if not path.exists():
-        return []
-    *lines, torn = path.read_bytes().split(b"\n")
-    if torn:
-        problem = f"{path}, line {len(lines) + 1} is left out: it has no end, as a process leaves it that is killed"
-        warnings.warn(problem, RuntimeWarning, stacklevel=3)
-    return [read_record(line, kind, f"{path}, line {number} is not {what}") for number, line in enumerate(lines, 1)]
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                yield read_record(line[:-1], kind, f"{path}, line {number} is not {what}")
+                continue
+            problem = f"{path}, line {number} is left out: it has no end, as a process leaves it that is killed"
+            warnings.warn(problem, RuntimeWarning, stacklevel=4)
+
+
+def read_records(path: Path, kind: type[T], what: str) -> list[T]:
+    """Read all records of a file."""
+    return list(each_record(path, kind, what))
 
 
 _adapter: Any = cache(TypeAdapter)
@@ -47,13 +61,14 @@ def read_record(text: bytes, kind: type[T], problem: str) -> T:
     return record
 
 
-def check_order(path: Path, steps: Iterable[int], what: str, *, repeated: bool = False) -> None:
-    """Raise ValueError if the steps of a file do not rise from line to line; `repeated`: several may be equal."""
+def in_order(path: Path, rows: Iterable[S], what: str, *, repeated: bool = False) -> Iterator[S]:
+    """The rows of a file. Raises ValueError where steps do not rise; `repeated`: several may be equal."""
     before = 0
-    for number, step in enumerate(steps, 1):
-        if step < before + (not repeated):
-            raise ValueError(f"{path}, line {number} is not {what}: step {step} comes after step {before}")
-        before = step
+    for number, row in enumerate(rows, 1):
+        if row.step < before + (not repeated):
+            raise ValueError(f"{path}, line {number} is not {what}: step {row.step} comes after step {before}")
+        before = row.step
+        yield row
 
 
 def first_error(error: ValidationError) -> str:

@@ -14,7 +14,7 @@ import os
 import statistics
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -27,7 +27,7 @@ from octavo.inspect.findings import Finding, Thresholds
 from octavo.inspect.stats import OperandStats
 from octavo.train.checkpoint.retention import FOLDER
 from octavo.train.disk import names_file, write_file
-from octavo.train.record.json_lines import STRICT, NonNegative, Record, check_order, read_record, read_records
+from octavo.train.record.json_lines import STRICT, NonNegative, Record, each_record, in_order, read_record, read_records
 from octavo.train.record.statistics import StatisticsWriter
 
 METRICS_FILE = "metrics.jsonl"
@@ -190,6 +190,18 @@ class RunSetup(Record):
         return read_record(path.read_bytes(), cls, f"{path} is not the setup of a run") if path.exists() else None
 
 
+def each_step(out: Path, last: int = 0) -> Iterator[StepMetrics]:
+    """The steps that `read_metrics` reads, one at a time: a run of weeks has millions."""
+    path, count, step, first = out / METRICS_FILE, 0, 0, 0
+    for row in in_order(path, each_record(path, StepMetrics, STEP), STEP):
+        count, step = count + 1, row.step
+        first = first or (step != count and count)
+        yield row
+    if count < (last := max(last, step)):
+        lack = f"{path} lacks {last - count} of {last} steps, the first of them step {first or count + 1}"
+        warnings.warn(f"{lack}: curves and means are of the others", RuntimeWarning, stacklevel=3)
+
+
 def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
     """Read the steps in the output folder `out`, in order; [] where there are none yet.
 
@@ -203,16 +215,7 @@ def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
         >>> [step.step for step in octavo.train.read_metrics(out)]
         [1, 2]
     """
-    path = out / METRICS_FILE
-    rows = read_records(path, StepMetrics, STEP)
-    steps = [row.step for row in rows]
-    check_order(path, steps, STEP)
-    last = max([last, *steps])
-    if len(steps) < last:
-        first = next((number for number, step in enumerate(steps, 1) if step != number), len(steps) + 1)
-        lack = f"{path} lacks {last - len(steps)} of {last} steps, the first of them step {first}"
-        warnings.warn(f"{lack}: curves and means are of the others", RuntimeWarning, stacklevel=2)
-    return rows
+    return list(each_step(out, last))
 
 
 def finite(value: float) -> float | None:

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train.disk import names_file, write_file
-from octavo.train.record.json_lines import NonNegative, Record, check_order, first_error, read_records
+from octavo.train.record.json_lines import NonNegative, Record, each_record, first_error, in_order
 
 STATISTICS_FILE = "statistics.jsonl"
 ROW = "a row of statistics"
@@ -51,9 +51,8 @@ Row: Any = Annotated[_Row, AfterValidator(lambda row: OperandStats(**vars(row)))
 def read_statistics(out: Path) -> list[OperandStats]:
     """Read the statistics in the output folder `out`, in order; [] where there are none."""
     path = out / STATISTICS_FILE
-    rows: list[OperandStats] = read_records(path, Row, ROW)
-    check_order(path, (row.step for row in rows), ROW, repeated=True)
-    return rows
+    rows: Iterator[OperandStats] = each_record(path, Row, ROW)
+    return list(in_order(path, rows, ROW, repeated=True))
 
 
 def statistics_of(folder: Path) -> list[OperandStats]:
