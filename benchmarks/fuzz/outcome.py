@@ -1,6 +1,5 @@
-"""What became of a case, and how gradients are compared: by SQNR, but for those that nobody can compute to FP8's
-accuracy (rounding noise, sums that cancel), which are found without Octavo, by the model in float64 with and without
-noise.
+"""The outcome of a case, and how gradients are compared: by SQNR. Gradients that are rounding noise or sums that cancel
+are left out: the same model in float64, with noise and without it, tells which those are, without Octavo.
 """
 
 import traceback

@@ -139,7 +139,7 @@ class Gpu:
 
 _MAY_BE_ZERO = ("fp8_tflops", "launch_us", "host_us", "capability")
 
-_FILE = Path(__file__).with_name("h100.json")  # `python -m benchmarks rates` makes it from that card's results
+_FILE = Path(__file__).with_name("h100.json")  # By the benchmark `rates` (docs/log.md) from that card's results
 _UNMEASURED = (
     "published: by block 0.62 (DeepSeek-style forward in torchao, 1234 TFLOP/s); assumed: attention 0.40, links 0.80, "
     "2.5 µs a launch, 8 µs of host an operation"
