@@ -56,18 +56,26 @@ def fail(label: str, message: str) -> Outcome:
     return Outcome("fail", label, message)
 
 
-def of_error(error: BaseException) -> Outcome:
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    at = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
-    return fail(f"error {type(error).__name__} in {where.name}", f"{type(error).__name__}: {error} ({at})")
-
-
 class Invalid(Exception):
     """Plain PyTorch cannot run the case, or gives what is not finite."""
 
 
 class Passed(Exception):
     """There is nothing to convert."""
+
+
+def outcome_of(check: Callable[[], Outcome]) -> Outcome:
+    """Return what a check returns, or what its exception means."""
+    try:
+        return check()
+    except Passed:
+        return PASS
+    except Invalid as error:
+        return Outcome("invalid", "", str(error))
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
+        return fail(f"error {type(error).__name__} in {where.name}", f"{type(error).__name__}: {error} ({at})")
 
 
 def around_octavo(model: nn.Module) -> AbstractContextManager[None]:

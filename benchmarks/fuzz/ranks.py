@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.fuzz.build import Case
-from benchmarks.fuzz.outcome import PASS, Invalid, Outcome, Passed, fail, of_error
+from benchmarks.fuzz.outcome import Outcome, fail, outcome_of
 from benchmarks.processes import Processes
 
 WORLD = 2
@@ -47,15 +47,12 @@ def _outcome(rank: int, folder: str, job: Job, case: Case, defects: list[Defect]
     if not dist.is_initialized():
         options: Any = {"rank": rank, "world_size": WORLD, "timeout": timedelta(seconds=_SECONDS)}
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", **options)
-    try:
+
+    def run() -> Outcome:
         with ExitStack() as stack, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for defect in defects:
                 stack.enter_context(defect())
             return job(case)
-    except Passed:
-        return PASS
-    except Invalid as error:
-        return Outcome("invalid", "", str(error))
-    except Exception as error:
-        return of_error(error)
+
+    return outcome_of(run)

@@ -23,7 +23,7 @@ from hypothesis.errors import Flaky
 from benchmarks import command
 from benchmarks.fuzz.build import Case, build
 from benchmarks.fuzz.draw import KINDS, first
-from benchmarks.fuzz.outcome import PASS, Invalid, Outcome, Passed, of_error
+from benchmarks.fuzz.outcome import Outcome, outcome_of
 
 SECONDS = 20.0  # Seconds of this process's CPU after which a case is cut; ranks have their own limit
 CORPUS = Path(__file__).parent / "corpus.json"
@@ -45,16 +45,9 @@ def check(case: Case, seconds: float = SECONDS) -> Outcome:
     try:
         with _limit(seconds), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outcome: Outcome = importlib.import_module(f"benchmarks.fuzz.{case['kind']}").check(case)
-            return outcome
-    except Passed:
-        return PASS
-    except Invalid as error:
-        return Outcome("invalid", "", str(error))
+            return outcome_of(lambda: importlib.import_module(f"benchmarks.fuzz.{case['kind']}").check(case))
     except _TimeLimit:
         return Outcome("cut", "", f"more than {seconds:g} s")
-    except Exception as error:
-        return of_error(error)
     finally:
         torch.set_num_threads(threads)
 
