@@ -35,6 +35,7 @@ def compile_all(session: Session, count: int, seconds: float) -> Row:
         jobs = [pool.apply_async(compile_case, (index, session.options.only)) for index in range(count)]
         for job in jobs:
             job.wait(max(start + seconds - time.monotonic(), 0.0))
+            session.save()  # the GPU runner cuts what writes nothing for long
         succeeded = [job.successful() for job in jobs if job.ready()]
     return {
         "result": f"{sum(succeeded)} of {count} cases on {workers} cores",

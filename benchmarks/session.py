@@ -103,10 +103,11 @@ class Session:
         """Seconds that an attempt will take, and its limit as the GPU runner reads it; none in a rehearsal."""
         if self.tiny:
             return 0.0, {}
+        least = LEAST_LIMIT_S + (own := getattr(self.options, "limit", 0.0))  # after which `run` itself ends a row
         for row in self._earlier:
             if identity.items() <= row.items() and "took_s" in row:
-                return row["took_s"], {"limit_s": max(LEAST_LIMIT_S, OVERRUN * row["took_s"])}
-        return PRICES_S.get(identity.get("mode", ""), EAGER_S), {}
+                return row["took_s"], {"limit_s": max(least, OVERRUN * row["took_s"])}
+        return PRICES_S.get(identity.get("mode", ""), EAGER_S), {"limit_s": least} if own else {}
 
     def attempt(self, identity: Row, measure: Callable[..., Row | None], *arguments: Any, **options: Any) -> Row | None:
         """Make the row of `identity` by calling `measure(*arguments, **options)`, unless it is there already, is of
@@ -192,9 +193,7 @@ class Session:
 
 
 def begin(command: argparse.ArgumentParser, arguments: list[str], *, times_cpus: bool = False) -> Session:
-    """A session on the GPU where there is one; elsewhere a rehearsal, or wall times where the benchmark has a use for
-    them (`times_cpus`).
-    """
+    """A session on the GPU; without one a rehearsal, or wall times where the benchmark has a use for them."""
     options, name = command.parse_args(arguments), command.prog.rpartition(" ")[2]
     sys.path.append(str(options.peers))
     if options.require_gpu:
