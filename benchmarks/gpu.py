@@ -126,9 +126,7 @@ class Prices:
         return sum(map(self.of, parts)) + sum(starts)
 
     def choose(self, parts: Iterable[Part], left: float) -> list[Part]:
-        """The parts that fit into `left` seconds, greedily by importance; if none does, the most important one for
-        which a start is worth it.
-        """
+        """Parts that fit into `left` seconds, by importance; if none does, the first for which a start is worth it."""
         chosen: list[Part] = []
         ordered = sorted(parts, key=lambda part: -part.importance)
         for part in ordered:
@@ -192,7 +190,7 @@ class Runner:
         words += ["--resume"] if resume else []
         words += ["--quick"] if self.options.quick else []
         words += ["--rehearse"] if self.options.rehearse else ["--require-gpu"]
-        words += ["--peers", str(self.options.peers)] if self.options.peers else []
+        words += ["--peers", str(self.options.peers.resolve())] if self.options.peers else []
         names = [part.name for part in parts]
         others = [part.name for part in PARTS if part.stage == stage and part.name not in names]
         if not names or not others or self.options.rehearse:  # tiny shapes have other names
@@ -354,9 +352,9 @@ def summary(out: Path, outcomes: Iterable[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def parser() -> argparse.ArgumentParser:
-    text = command("gpu", __doc__, EXAMPLES)
-    add = text.add_argument
+def main(arguments: list[str]) -> None:
+    parser = command("gpu", __doc__, EXAMPLES)
+    add = parser.add_argument
     add("--stages", default=",".join(STAGES), help=f"which of {','.join(STAGES)}; all if not given")
     add("--list", action="store_true", help="print all parts with their price and whether they fit; run nothing")
     add("--out", type=Path, help="folder of result files and logs; benchmarks/results/<device>/ gets the results too")
@@ -369,15 +367,10 @@ def parser() -> argparse.ArgumentParser:
     add("--peers", type=Path, help="folder that holds torchao already (pip install --target)")
     add("--quick", action="store_true", help="only what the targets need")
     add("--rehearse", action="store_true", help="tiny shapes, nothing timed; always so without a GPU")
-    return text
-
-
-def main(arguments: list[str]) -> None:
-    command = parser()
-    options = command.parse_args(arguments)
+    options = parser.parse_args(arguments)
     asked = options.stages.split(",")
     if unknown := [name for name in asked if name not in STAGES]:
-        command.error(f"there is no stage {unknown[0]!r}; there are: {', '.join(STAGES)}")
+        parser.error(f"there is no stage {unknown[0]!r}; there are: {', '.join(STAGES)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options.rehearse |= device.type == "cpu"
     kept = None if options.rehearse else RESULTS / device_name(device)
