@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import importlib
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 import octavo
 from benchmarks.session import Session
-from benchmarks.timing import Run, Timing
+from benchmarks.timing import Run, Timing, elapsed_ms
 from octavo.kernels import needs_both_orders, quantize
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.operands import QuantizedGradient, QuantizedInput, Quantizer
@@ -24,11 +23,12 @@ from octavo.tensor import ScaledTensor
 
 ROUNDS = 3  # Turns of bf16 and an arm
 TORCHAO = "torchao.float8"
+PACKAGES = {"torchao": TORCHAO, "te": "transformer_engine.pytorch"}  # By the first word of the arms that need them
 
 
 @dataclass(frozen=True)
 class Arm:
-    """`bf16`, `octavo <recipe>`, `torchao <recipe>` or `given <recipe>` (known maxima); `eager` or `compiled`."""
+    """`bf16`, `octavo <recipe>`, `torchao <recipe>`, `te …`, `given <recipe>` (known maxima); `eager` or `compiled`."""
 
     name: str
     mode: str = "eager"
@@ -67,10 +67,14 @@ def build(module: nn.Module, arm: Arm, session: Session) -> Callable[..., Tensor
     elif kind == "torchao":
         made = to_torchao(made, recipe, emulate=not session.gpu)
     if arm.mode == "compiled":
-        torch._dynamo.reset()  # each arm and shape is compiled by itself, for static shapes
-        backend = "inductor" if session.gpu else "aot_eager"  # without a GPU: traced and partitioned, not code made
-        return torch.compile(made, dynamic=False, backend=backend)
+        torch._dynamo.reset()  # each arm and shape is compiled by itself
+        return compiled(made, session)
     return made
+
+
+def compiled(module: nn.Module, session: Session) -> Any:
+    """The module, compiled for static shapes; without a GPU it is traced and partitioned, and no code made."""
+    return torch.compile(module, dynamic=False, backend="inductor" if session.gpu else "aot_eager")
 
 
 class _GivenMaxima(Quantizer):
@@ -111,12 +115,13 @@ def importable(name: str) -> bool:
     return True
 
 
-def available(arms: Sequence[Arm]) -> list[Arm]:
-    """Those of the arms that can run here; says so where torchao's cannot."""
-    if importable(TORCHAO):
-        return list(arms)
-    print("note: torchao is not importable: its arms are left out (see --peers)")
-    return [arm for arm in arms if not arm.name.startswith("torchao")]
+def available(todo: Sequence[Any]) -> list[Any]:
+    """Those of some tuples whose last element is an arm that can run here; prints a note about each other package."""
+    kinds = [each[-1].name.partition(" ")[0] for each in todo]
+    absent = {kind for kind in set(kinds) & PACKAGES.keys() if not importable(PACKAGES[kind])}
+    for kind in sorted(absent):
+        print(f"note: {PACKAGES[kind].partition('.')[0]} is not importable: its arms are left out (see --peers)")
+    return [each for each, kind in zip(todo, kinds, strict=True) if kind not in absent]
 
 
 def step(model: Callable[..., Tensor], parameters: Sequence[Tensor], x: Tensor, g: Tensor, *context: Any) -> Run:
@@ -135,13 +140,7 @@ def speedup(rows: Sequence[dict[str, Any]], row: dict[str, Any], **same: Any) ->
 
 def by_the_clock(session: Session, steps: int, runs: Sequence[Run]) -> Timing:
     """The median time of a training step, whose optimizer cannot be captured."""
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        runs[0]()
-        if session.gpu:
-            torch.cuda.synchronize(session.device)
-        times.append(1e3 * (time.perf_counter() - start))
+    times = [elapsed_ms(runs[0], session.device) for _ in range(steps)]
     return Timing(None, statistics.median(times) if session.clock.timed else None, None, "wall")
 
 

@@ -77,9 +77,8 @@ def plan(session: Session) -> list[tuple[str, int, int, Arm]]:
     sizes = [(32, 64)] if session.tiny else list(QUICK)
     if not (session.tiny or session.options.quick):
         sizes += [(tokens, dim) for dim in DIMS for tokens in TOKENS if (tokens, dim) not in QUICK]
-    arms = available(ARMS)
     kinds = ("linear", "layer")
-    return [(kind, tokens, dim, arm) for tokens, dim in sizes for kind in kinds for arm in arms]
+    return available([(kind, tokens, dim, arm) for tokens, dim in sizes for kind in kinds for arm in ARMS])
 
 
 def main(arguments: list[str]) -> None:

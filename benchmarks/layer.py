@@ -31,10 +31,17 @@ class Size:
     batch: int
     sequence: int
     experts: int = 0
+    layers: int = 1
+    vocabulary: int = 32000
 
     @property
     def tokens(self) -> int:
         return self.batch * self.sequence
+
+    @property
+    def llama(self) -> Any:
+        sizes = self.hidden, self.intermediate, self.layers, self.heads, self.kv_heads
+        return shapes.llama(*sizes, self.vocabulary, self.sequence)
 
 
 LAYERS = {
@@ -67,8 +74,7 @@ class Layer(nn.Module):
         experts = {"num_local_experts": size.experts, "experts_implementation": "grouped_mm"} if size.experts else {}
         name = family.lower()
         modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        fields = shapes.llama(size.hidden, size.intermediate, 1, size.heads, size.kv_heads, 32000, size.sequence)
-        config = getattr(transformers, f"{family}Config")(**fields, bos_token_id=0, eos_token_id=1, **experts)
+        config = getattr(transformers, f"{family}Config")(**size.llama, bos_token_id=0, eos_token_id=1, **experts)
         config._attn_implementation = "sdpa"
         self.layer = getattr(modeling, f"{family}DecoderLayer")(config, 0)
         positions = torch.arange(size.sequence)[None]
@@ -161,11 +167,7 @@ def main(arguments: list[str]) -> None:
     options.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     session = begin(options, arguments)
     ceilings(session)
-    todo = plan(session)
-    arms = set(available(list(dict.fromkeys(arm for *_, arm in todo))))
-    for name, size, arm in todo:
-        if arm not in arms:
-            continue
+    for name, size, arm in available(plan(session)):
         same: Row = {"shape": name, "tokens": size.tokens}
         for kind, fp8 in (("bf16", False), ("fp8", True)):
             session.attempt({**same, "arm": f"products {kind}", "mode": "eager"}, products, session, size, fp8=fp8)

@@ -1,6 +1,5 @@
-"""One linear layer, forward and backward, quantization included, beside bf16, torchao, and the three FP8
-products alone (`amdahl_ms`). `given tensorwise` has maxima that cost nothing. On a CPU,
-where FP8 is emulated: wall time, every arm in turn, the best round.
+"""One linear layer, forward and backward with quantization, beside bf16, torchao, and the three FP8 products alone
+(`amdahl_ms`). `given tensorwise` has maxima that cost nothing. On a CPU: wall time, the best of rounds in turns.
 """
 
 import functools
@@ -99,10 +98,7 @@ def on_gpu(session: Session) -> None:
         one, two = shapes.SETS["tiny"]
         todo = [(one, arm) for arm in (*TARGET_ARMS, *MORE_ARMS)]
         todo += [(two, arm) for arm in (Arm("bf16"), Arm("bf16", "compiled"), Arm("octavo rowwise"))]
-    arms = set(available(list(dict.fromkeys(arm for _, arm in todo))))
-    for shape, arm in todo:
-        if arm not in arms:
-            continue
+    for shape, arm in available(todo):
         if all(size % 16 == 0 for size in shape):
             session.attempt(identity(shape, Arm("products")), products, session, shape)
         session.attempt(identity(shape, arm), measure, session, shape, arm)
@@ -110,9 +106,9 @@ def on_gpu(session: Session) -> None:
 
 
 def on_cpu(session: Session) -> None:
+    arms = available([(arm,) for arm in (*TARGET_ARMS, *MORE_ARMS) if arm.mode == "eager"])
     for shape in shapes.each_once(session.options.shapes) or [CPU_SHAPE]:
-        arms = available([arm for arm in (*TARGET_ARMS, *MORE_ARMS) if arm.mode == "eager"])
-        runs = {arm: runs_of(session, shape, arm)[1][0] for arm in arms}
+        runs = {arm: runs_of(session, shape, arm)[1][0] for (arm,) in arms}
         for run in runs.values():
             run()
         best = dict.fromkeys(runs, float("inf"))
@@ -121,7 +117,7 @@ def on_cpu(session: Session) -> None:
             for arm, run in runs.items():
                 best[arm] = min(best[arm], clock.measure([run]).wall_ms or 0.0)
         for arm, ms in best.items():
-            figures = {"wall_ms": round(ms, 3), "method": "wall", "wall_speedup": round(best[arms[0]] / ms, 4)}
+            figures = {"wall_ms": round(ms, 3), "method": "wall", "wall_speedup": round(best[Arm("bf16")] / ms, 4)}
             session.attempt(identity(shape, arm), dict, figures)
 
 

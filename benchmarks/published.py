@@ -11,7 +11,7 @@ scaled by layers. Transformer Engine's arms replace linear layers only (`te.Line
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,29 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import layer, shapes
-from benchmarks.arms import Arm, available, build, by_the_clock, importable, in_turns, named, step
+from benchmarks import layer
+from benchmarks.arms import Arm, available, build, by_the_clock, compiled, in_turns, named, step
 from benchmarks.layer import Size
 from benchmarks.session import Row, Session, begin, parser
 from benchmarks.timing import Run
 
 STEPS, WARMUP = 3, 2  # Training steps in a turn, and before the first
 MEMORY = 0.85  # Share of the free memory that two models may take
-
-
-@dataclass(frozen=True)
-class Model:
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    sequence: int
-    batch: int
-
-
-TINY_MODEL = Model(64, 96, 1, 4, 2, 320, sequence=16, batch=2)
 
 
 class RandomCorpus:
@@ -69,7 +54,7 @@ class Workload:
 
     name: str
     make: str
-    size: Any
+    size: Size
     mode: str
     published: Mapping[str, float]
     source: str
@@ -99,8 +84,8 @@ _AO = "torchao issue 2262, layer norm → linear → sigmoid, one H100"
 _NANO = "nanochat dev/LOG.md, 2026-02-02, H100"
 _COAT = "COAT, benchmark/benchmark_{}layer.py (batch 8 × 2048), which has no table; the figure is {}"
 _COLOSSAL = "ColossalAI, FP8 announcement, one H100"
-_LLAMA_2 = Model(4096, 11008, 32, 32, 32, 32000, sequence=256, batch=8)
-_LLAMA_3 = Model(4096, 14336, 32, 32, 8, 128256, sequence=256, batch=8)
+_LLAMA_2 = Size(4096, 11008, 32, 32, 8, 256, layers=32)
+_LLAMA_3 = Size(4096, 14336, 32, 8, 8, 256, layers=32, vocabulary=128256)
 
 WORKLOADS = (
     Workload("te-llama-2-7b", "step", _LLAMA_2, "eager", {"bf16": 248, "te bf16": 185, "te fp8": 160}, _TE,
@@ -133,7 +118,7 @@ WORKLOADS = (
 )  # fmt: skip
 QUICK = 5  # The first so many workloads are the ones of `--quick`
 ARMS = ("bf16", "octavo rowwise", "torchao tensorwise", "octavo tensorwise", "torchao rowwise", "te fp8", "te bf16")
-TINY = {"step": TINY_MODEL, "linear": Size(64, 96, 0, 0, 1, 32)}
+TINY = {"step": Size(64, 96, 4, 2, 2, 16, vocabulary=320), "linear": Size(64, 96, 0, 0, 1, 32)}
 
 
 class NanochatBlock(nn.Module):
@@ -179,14 +164,8 @@ def converted(module: nn.Module, arm: str, session: Session) -> Any:
     return TransformerEngine(module, arm == "te fp8") if own else build(module, Arm(arm), session)
 
 
-def compiled(module: Any, workload: Workload, session: Session) -> Any:
-    """The module, compiled where the workload is. Dynamo keeps all arms of a workload, so bf16 stays compiled."""
-    backend = "inductor" if session.gpu else "aot_eager"
-    return module if workload.mode == "eager" else torch.compile(module, dynamic=False, backend=backend)
-
-
 def make_layer(session: Session, workload: Workload, arm: str) -> Run:
-    size: Size = workload.size
+    size = workload.size
     torch.manual_seed(0)
     with torch.device(session.device):
         if workload.make == "linear":
@@ -199,7 +178,7 @@ def make_layer(session: Session, workload: Workload, arm: str) -> Run:
         g = torch.randn(size.batch, size.sequence, size.hidden if size.heads else size.intermediate).bfloat16()
     model = converted(module.bfloat16(), arm, session)
     parameters = list(model.parameters())
-    model = compiled(model, workload, session)
+    model = compiled(model, session) if workload.mode == "compiled" else model
     if not workload.dgrad:
         return lambda: torch.autograd.grad(model(x), parameters, g)
     return step(model, parameters, x.requires_grad_(), g)
@@ -212,11 +191,10 @@ def make_step(session: Session, workload: Workload, arm: str) -> Run:
 
     from octavo.train.compiled_blocks import SAVED_OPS
 
-    model: Model = workload.size
+    size = workload.size
     torch.manual_seed(0)
     with torch.device(session.device):
-        fields = shapes.llama(*astuple(model)[:-1])
-        llama: Any = LlamaForCausalLM(LlamaConfig(**fields, bos_token_id=0, eos_token_id=1)).bfloat16()
+        llama: Any = LlamaForCausalLM(LlamaConfig(**size.llama, bos_token_id=0, eos_token_id=1)).bfloat16()
     llama.model = converted(llama.model, arm, session)
     if workload.selective:
         context = functools.partial(create_selective_checkpoint_contexts, SAVED_OPS)
@@ -224,9 +202,9 @@ def make_step(session: Session, workload: Workload, arm: str) -> Run:
         for block in inner.layers:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=context)
     optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-5, fused=True)
-    llama = compiled(llama, workload, session)
-    corpus = RandomCorpus(model.vocabulary, model.sequence)
-    inputs, targets = (ids.to(session.device) for ids in corpus.batch(0, 0, model.batch))
+    llama = compiled(llama, session) if workload.mode == "compiled" else llama
+    corpus = RandomCorpus(size.vocabulary, size.sequence)
+    inputs, targets = (ids.to(session.device) for ids in corpus.batch(0, 0, size.batch))
 
     def train_step() -> None:
         logits = llama(input_ids=inputs, use_cache=False).logits
@@ -239,8 +217,7 @@ def make_step(session: Session, workload: Workload, arm: str) -> Run:
 
 def fitted(workload: Workload, free: float) -> Workload:
     """A training step with as many layers as two models may have in `free` bytes."""
-    model: Model = workload.size
-    hidden, tokens = model.hidden, model.batch * model.sequence
+    model, hidden, tokens = workload.size, workload.size.hidden, workload.size.tokens
     kv = hidden * model.kv_heads // model.heads
     parameters = 2 * hidden * (hidden + kv) + 3 * hidden * model.intermediate
     # 8 bytes per parameter: bf16 weight, gradient, two moments. Saved per token: norms and MLP.
@@ -274,16 +251,14 @@ class Turns:
     """The arms of one workload; its bf16 is built once."""
 
     def __init__(self, session: Session, workload: Workload) -> None:
-        self.session, self.layers = session, None
+        self.session, self.step = session, workload.make == "step"
         self.base: Run | None = None
         if session.tiny:
-            block = layer.TINY["tiny-llama" if workload.make != "step" and workload.size.heads else "tiny-block"]
+            block = layer.TINY["tiny-llama" if workload.size.heads else "tiny-block"]
             workload = replace(workload, size=TINY.get(workload.make, block))
-        self.step = workload.make == "step"
-        if self.step:
-            self.layers = workload.size.layers
-            if session.gpu:
-                workload = fitted(workload, torch.cuda.mem_get_info(session.device)[0])
+        self.layers = workload.size.layers if self.step else None
+        if self.step and session.gpu:
+            workload = fitted(workload, torch.cuda.mem_get_info(session.device)[0])
         self.workload = workload
 
     def measure(self, arm: str) -> Row:
@@ -291,10 +266,7 @@ class Turns:
         make: Callable[..., Run] = make_step if self.step else make_layer
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if self.base is None:
-                if workload.mode == "compiled":
-                    torch._dynamo.reset()
-                self.base = make(session, workload, "bf16")
+            self.base = self.base or make(session, workload, "bf16")
             run = self.base if arm == "bf16" else make(session, workload, arm)
         for warm in (self.base, run) * (0 if session.tiny else WARMUP):
             warm()
@@ -308,10 +280,7 @@ def main(arguments: list[str]) -> None:
     names = [workload.name for workload in WORKLOADS]
     options.add_argument("--workloads", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     session = begin(options, arguments)
-    arms = [arm.name for arm in available(named(*ARMS))]
-    if not importable("transformer_engine.pytorch"):
-        print("Transformer Engine is not importable: its arms are left out")
-        arms = [arm for arm in arms if not arm.startswith("te ")]
+    arms = [arm.name for (arm,) in available([(arm,) for arm in named(*ARMS)])]
     wanted = session.options.workloads or names[: QUICK if session.options.quick else None]
     for workload in (workload for workload in WORKLOADS if workload.name in wanted):
         turns = None
@@ -324,5 +293,6 @@ def main(arguments: list[str]) -> None:
             if row.get("speedup") and row.get("published_speedup"):
                 print(f"    {row['published_arm']}, published: {row['published_speedup']:.2f} × bf16", flush=True)
         turns = None
+        torch._dynamo.reset()  # which keeps all arms of a workload compiled, before the next asks for free memory
         session.clean()
     session.finish()

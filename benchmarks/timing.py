@@ -33,6 +33,15 @@ def sets(bytes_per_run: float, l2_bytes: float) -> int:
     return int(min(max(-(-CACHES * l2_bytes // max(bytes_per_run, 1.0)), 2), MOST_SETS))
 
 
+def elapsed_ms(run: Run, device: torch.device) -> float:
+    """Milliseconds of a call by the clock, with what it started on a GPU."""
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
+
+
 class Rehearsal:
     """No GPU: every run is called once, so that the code is exercised, and nothing is timed."""
 
@@ -58,12 +67,7 @@ class CpuClock(Rehearsal):
         self.rounds = rounds
 
     def measure(self, runs: Sequence[Run], *, wall: bool = True) -> Timing:
-        times = []
-        for _ in range(self.rounds):
-            for run in runs:
-                start = time.perf_counter()
-                run()
-                times.append(1e3 * (time.perf_counter() - start))
+        times = [elapsed_ms(run, torch.device("cpu")) for _ in range(self.rounds) for run in runs]
         return Timing(None, min(times), None, "wall")
 
 
@@ -133,16 +137,13 @@ class GpuClock:
 
     def _wall(self, runs: Sequence[Run], kernel_ms: float) -> float:
         rounds = int(min(max(ENOUGH_MS / 3 / max(kernel_ms * len(runs), 1e-3), 1), 20))
-        samples = []
-        for _ in range(3):
-            torch.cuda.synchronize(self.device)
-            start = time.perf_counter()
-            for _ in range(rounds):
-                for run in runs:
-                    run()
-            torch.cuda.synchronize(self.device)
-            samples.append(1e3 * (time.perf_counter() - start) / (rounds * len(runs)))
-        return statistics.median(samples)
+
+        def call() -> None:
+            for run in (*runs,) * rounds:
+                run()
+
+        torch.cuda.synchronize(self.device)
+        return statistics.median(elapsed_ms(call, self.device) for _ in range(3)) / (rounds * len(runs))
 
 
 Clock = Rehearsal | CpuClock | GpuClock
