@@ -1,6 +1,4 @@
-"""What a result file says about the machine it was measured on, and how it is kept: never half of one in the place of a
-whole one.
-"""
+"""What a result file says about the machine it was measured on, and files that are written whole or not at all."""
 
 import datetime
 import importlib.metadata
@@ -49,9 +47,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes its place once it is whole: a reader, an interrupt or a kill meets
-    the old one or the new one.
-    """
+    """A file to write to, which replaces `path` once it is whole: readers and kills meet the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
     try:

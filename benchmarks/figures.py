@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from benchmarks import browser
 from benchmarks.environment import write_text
+from benchmarks.session import Row
 from octavo.experiments.theme import DARK, LIGHT, axis, colour, layout, plain
 
 Figure = dict[str, Any]  # `data` and `layout` of plotly.js, with colours as CSS variables of the theme
@@ -89,7 +90,6 @@ def overview(folder: Path) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {top}">{back}{"".join(parts)}</svg>\n'
 
 
-Row = dict[str, Any]
 COLOURS = {
     "octavo rowwise": colour(0), "octavo tensorwise": colour(5), "torchao tensorwise": colour(1),
     "torchao rowwise": colour(4), "given tensorwise": "var(--soft)",

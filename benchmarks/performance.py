@@ -1,6 +1,4 @@
-"""docs/performance.md and its images from the result files: a pure function of them. What no result file holds, such as
-figures read from a profiler, is written by hand between the tables.
-"""
+"""docs/performance.md and its images, a pure function of the result files; text between tables is written by hand."""
 
 import collections
 import json
@@ -12,15 +10,14 @@ from benchmarks import command, targets
 from benchmarks.environment import RESULTS, write_text
 from benchmarks.figures import COLOURS, Figure, overview, save, speedups
 from benchmarks.pages import fill, table
+from benchmarks.step import PARTS
+from benchmarks.targets import Files, Row
 
-Row = dict[str, Any]
-Files = Mapping[str, Mapping[str, Any]]
 DOCUMENT = Path(__file__).parent.parent / "docs" / "performance.md"
 IMAGES = "images"
 SPEEDUPS = ("speedup", "wall_speedup")
 TIMES = ("kernel ms", "wall ms", "kernel, × bf16", "wall, × bf16")
 NOT_DEVICES = ("cpu", "ptx", "sass", "simulated")
-STEP_PARTS = ("products", "quantizers", "attention", "head", "rest", "accumulation", "clipping", "optimizer")
 PROVENANCE = """{date}, driver {driver}, torch {torch}, Triton {triton}, torchao {torchao}, Python {python}. Each
 command first measured the card's own ceilings, which its percentages refer to: copies (read and written), and 8192³
 products in bf16 and in FP8 by cuBLAS, one scale per tensor, fast and exact accumulation.
@@ -131,10 +128,10 @@ def _steps(name: str, rows: list[Row]) -> str:
     made = []
     for row in (row for row in rows if row.get("wall_ms")):
         spread = "–" if row["arm"] == "bf16" else "{:.3f}–{:.3f}".format(*row["wall_speedup_range"])
-        parts = (f"{row['parts'][part]['ms']:.1f}" for part in STEP_PARTS)
+        parts = (f"{row['parts'][part]['ms']:.1f}" for part in PARTS)
         whole = f"{row['wall_ms']:.1f}", f"{row['tokens_per_s']:,.0f}", spread, f"{row['kernel_ms']:.1f}"
         made.append((row["shape"], f"{row['arm']}, {row['mode']}", *whole, *parts))
-    return STEPS + table(("model", "arm", "wall ms", "tokens/s", "× bf16", "kernel ms", *STEP_PARTS), made)
+    return STEPS + table(("model", "arm", "wall ms", "tokens/s", "× bf16", "kernel ms", *PARTS), made)
 
 
 def _losses(files: Files) -> str:

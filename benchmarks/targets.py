@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import shapes
+from benchmarks.session import Row
 
-Row = dict[str, Any]
 Files = Mapping[str, Mapping[str, Any]]
 SMALL, LARGE = (shapes.label(shape) for shape in shapes.TARGETS)
 CUBES = tuple(shapes.label(shape) for shape in shapes.SETS["cubes"][:3])

@@ -1,6 +1,4 @@
-"""Every kernel × case × configuration that backends can launch on a GPU, for `benchmarks.sass` to compile without one:
-bf16 input in aligned, contiguous rows of 4096 elements.
-"""
+"""Every kernel × case × configuration of the backends, for `benchmarks.sass`: bf16 input, aligned rows of 4096."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
-"""Models, inputs and runs from cases: the same case gives the same bits in every process. A case's `"parts"` are
-modules one after the other, each a dictionary with an `"op"`; a part that holds another has it as `"of"`. Keys have
-defaults.
+"""Models, inputs and runs from cases: a case gives the same bits in every process. Its `"parts"` are modules one after
+the other, each a dictionary with an `"op"`; a part that holds another has it as `"of"`. Keys have defaults.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,4 @@
-"""Second derivatives: a gradient penalty through a converted model is right beside float64, or raises Octavo's own
-error.
-"""
+"""Second derivatives: a gradient penalty through a converted model is as in float64, or raises Octavo's own error."""
 
 import copy
 import math

@@ -1,6 +1,4 @@
-"""Strategies of cases, plain data: a table of keys and their choices, the simplest first, to which Hypothesis shrinks;
-None leaves a key out.
-"""
+"""Strategies of cases: tables of keys with their choices, the simplest first, to which Hypothesis shrinks."""
 
 import random
 from collections.abc import Callable
@@ -52,7 +50,7 @@ def cases(kind: str) -> SearchStrategy[Case]:
 
 
 def _keys(*others: SearchStrategy[Case], **keys: Any) -> SearchStrategy[Case]:
-    """Dictionaries with a choice for each key, after those of other strategies."""
+    """Dictionaries with a choice for each key, after those of other strategies; None leaves a key out."""
     table = {name: each if isinstance(each, SearchStrategy) else st.sampled_from(each) for name, each in keys.items()}
     parts = st.tuples(*others, st.fixed_dictionaries(table))
     return parts.map(lambda parts: {k: v for part in parts for k, v in part.items() if v is not None})

@@ -1,6 +1,4 @@
-"""Norms, gates, MLPs and attention of the fuzzer's grammar, [B,T,W] to [B,T,W]: code that Octavo knows, and code that
-only resembles it. Each is built from a part of a case.
-"""
+"""Norms, gates, MLPs and attention from parts of cases, [B,T,W] to [B,T,W]: code that Octavo knows or nearly knows."""
 
 import math
 from collections.abc import Callable

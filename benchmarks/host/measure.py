@@ -17,14 +17,13 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import octavo
 from benchmarks.arms import TORCHAO, importable, to_torchao
-from benchmarks.host import COUNTS
+from benchmarks.host import COUNTS, Row
 from benchmarks.host.stub import Stub
 from octavo.kernels.gemm import SCALED_MM
 
 SIZE = EXPERT = 16
 SIZES = {"blockwise": 512, "mxfp8": 128}  # Whole blocks, and scales that need no padding
 SAMPLE_S = 1e-3
-Row = dict[str, Any]
 Step = Callable[[], Any]
 
 RECIPES = tuple(octavo.RECIPES)
