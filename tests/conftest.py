@@ -8,14 +8,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # of which there is one for each core: 
 # Products of FP8 operands as `reference` computes them, also where the CPU has bf16 instructions.
 os.environ.setdefault("OCTAVO_CPU_PRODUCTS", "exact")
 
+from importlib.util import find_spec
+
 import pytest
 import torch
-from hypothesis import settings
 
-# The same examples in every run; `pytest --hypothesis-profile=explore` draws new ones.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.register_profile("explore", deadline=None)
-settings.load_profile("repeatable")
+if find_spec("hypothesis"):  # `tests/test_gpu.py` runs without it, where a GPU has few packages beside it
+    from hypothesis import settings
+
+    # The same examples in every run; `pytest --hypothesis-profile=explore` draws new ones.
+    settings.register_profile("repeatable", derandomize=True, deadline=None)
+    settings.register_profile("explore", deadline=None)
+    settings.load_profile("repeatable")
 
 # Without a GPU, Triton's kernels run in its interpreter. Triton reads this when it is imported.
 if not torch.cuda.is_available():
