@@ -109,7 +109,7 @@ def command(size: Size, level: str, folder: Path) -> list[str]:
 
 def measure(session: Session, name: str, size: Size, level: str) -> Row:
     limit = min(session.options.limit, max(session.left_s, 1.0))
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:  # what is killed may leave writers
         folder = Path(scratch)
         if session.tiny:
             size = replace(size, settings={**size.settings, "data.source": tiny_text(folder)})
