@@ -26,8 +26,7 @@ from typing import Any
 
 import torch
 
-import benchmarks
-from benchmarks import command, targets
+from benchmarks import STARTED, command, targets
 from benchmarks.environment import (
     RESULTS,
     compile_caches,
@@ -384,7 +383,7 @@ def main(arguments: list[str]) -> None:
     if options.list:
         print(prices.listing(parts, total_s))
         return
-    end = benchmarks.STARTED + total_s
+    end = STARTED + total_s
     out.mkdir(parents=True, exist_ok=True)
     paths = [str(ROOT / "src"), str(ROOT), *([str(install(options.wheels))] if options.wheels else [])]
     paths += os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -28,10 +28,6 @@ class Kernel:
     stack: tuple[str, ...]
     phases: tuple[str, ...]
 
-    @property
-    def end(self) -> float:
-        return self.start + self.us
-
 
 def record(run: Callable[[], Any], device: torch.device) -> list[Kernel]:
     """The kernels of one call, in order of their launches. Warm up before: a compilation would be in the profile."""
@@ -98,8 +94,9 @@ def busy_us(kernels: Sequence[Kernel]) -> float:
     """Microseconds in which at least one kernel ran."""
     total, until = 0.0, float("-inf")
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        total += max(kernel.end - max(kernel.start, until), 0.0)
-        until = max(until, kernel.end)
+        end = kernel.start + kernel.us
+        total += max(end - max(kernel.start, until), 0.0)
+        until = max(until, end)
     return total
 
 

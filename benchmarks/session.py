@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-import benchmarks
-from benchmarks import command
+from benchmarks import STARTED, command
 from benchmarks.environment import RESULTS, device_name, environment, previous, read_json, unfinished, write_json
 from benchmarks.timing import Clock, CpuClock, GpuClock, Rehearsal, Timing
 from octavo.kernels import calibration
@@ -123,7 +122,7 @@ class Session:
         if seconds > self.left_s:
             self.facts["stopped"] = "time"
             return None
-        self.facts.setdefault("start_s", round(time.time() - benchmarks.STARTED, 1))
+        self.facts.setdefault("start_s", round(time.time() - STARTED, 1))
         self._began = {"running": identity, **limit}
         self.save()
         start = time.monotonic()
