@@ -83,7 +83,8 @@ class _GivenMaxima(Quantizer):
     @staticmethod
     def _cast(x: Tensor, spec: QuantSpec, both: bool) -> ScaledTensor:
         amax = x.new_full((1, 1), 8.0, dtype=torch.float32)
-        return quantize(x, spec, order="both" if both and needs_both_orders(x.device) else "rows", amax=amax)
+        order = "both" if both and needs_both_orders(x.device) else "rows"
+        return quantize(x.detach(), spec, order=order, amax=amax)
 
     def input(self, input: Tensor, x_MK: Tensor, recipe: Any, needs_wgrad: bool, channels: Any) -> QuantizedInput:
         x = self._cast(x_MK, recipe.x, needs_wgrad)
