@@ -7,8 +7,6 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +41,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write to, which replaces `path` once it is whole: readers and kills meet the old or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
-    try:
-        yield scratch
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def unfinished(path: Path) -> Path:
@@ -96,8 +82,14 @@ def compile_caches(folder: Path | None) -> tuple[Path, dict[str, str]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    with replacing(path) as scratch:
+    """Replace a file, once the new one is whole: a reader, an interrupt or a kill meets the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+    try:
         scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
