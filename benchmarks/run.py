@@ -67,11 +67,6 @@ TINY_LLAMA = llama(64, 96, 2, 4, 2, 300, 32, batch=4)
 TINY = Size(None, TINY_LLAMA | {"data.vocab_size": 300, "run.device": "cpu"}, 3, ends=True)
 
 
-def tiny_text(folder: Path) -> str:
-    write_text(folder / "text.txt", "".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
-    return str(folder / "text.txt")
-
-
 def toml(settings: dict[str, Any]) -> str:
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
 
@@ -112,7 +107,8 @@ def measure(session: Session, name: str, size: Size, level: str) -> Row:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:  # what is killed may leave writers
         folder = Path(scratch)
         if session.tiny:
-            size = replace(size, settings={**size.settings, "data.source": tiny_text(folder)})
+            write_text(folder / "text.txt", "".join(f"{i} times {i} is {i * i}.\n" for i in range(2000)))
+            size = replace(size, settings={**size.settings, "data.source": str(folder / "text.txt")})
         words, log, started = command(size, level, folder), folder / "log", time.time()
         ended = _train(words, log, folder / "out", None if size.ends and level in ENDING else size.steps, limit)
         figures = read(folder / "out", started, log.read_text(errors="replace"))
