@@ -34,11 +34,8 @@ def storable(model: nn.Module) -> dict[str, Storage | str]:
     # For a module that cannot, although its class name resembles one that can, the value is the reason.
     modules = dict(model.named_modules())
     owners = {id(owner) for owner in _owners_of_matrices(modules)}
-    storages: dict[str, Storage | str] = {}
-    for fqn, module in modules.items():
-        storage = _storage(module, id(module) in owners)
-        if storage is not None:
-            storages[fqn] = storage
+    found = ((fqn, _storage(module, id(module) in owners)) for fqn, module in modules.items())
+    storages = {fqn: storage for fqn, storage in found if storage is not None}
     parts = {f"{fqn}.{storage.activation}" for fqn, storage in storages.items() if isinstance(storage, Glu)}
     return {fqn: storage for fqn, storage in storages.items() if fqn not in parts}
 

@@ -6,8 +6,9 @@ recomputation needs: FSDP may have freed them when another layer asks for the ou
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ from octavo.numerics.spec import QuantSpec
 from octavo.runtime.derivatives import first_derivative_only
 from octavo.runtime.torch_compat import explain_freed_nodes, in_backward
 from octavo.tensor import Order
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # By the names of `octavo.activations.detect.ACTIVATIONS`
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}  # fmt: skip
 
 
 class _NormRematerializer(Rematerializer):
@@ -66,7 +72,7 @@ class _ActivationRematerializer(Rematerializer):
         self.activation = activation
 
     def _matrix(self, tensors: Sequence[Any]) -> Tensor:
-        return activated(self.inputs(tensors)[0], self.activation)
+        return FUNCTIONS[self.activation](self.inputs(tensors)[0])
 
 
 class _GluRematerializer(_ActivationRematerializer):
@@ -298,11 +304,3 @@ def activation_saving_fp8(x: Tensor, y: Tensor, activation: str) -> Tensor:
 
 def as_rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def activated(x: Tensor, activation: str) -> Tensor:
-    if activation == "silu":
-        return F.silu(x)
-    if activation == "quick_gelu":
-        return x * torch.sigmoid(1.702 * x)
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

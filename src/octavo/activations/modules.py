@@ -15,7 +15,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.activations.compiled import combined, stored, stored_for_norm
@@ -31,6 +30,7 @@ from octavo.activations.detect import (
 )
 from octavo.activations.exactness import is_scaled_sum
 from octavo.activations.functional import (
+    FUNCTIONS,
     activation_saving_fp8,
     fused_glu,
     fused_norm,
@@ -172,16 +172,13 @@ class Fp8SavingHooked(Fp8Saving):
         return compressed(self, self.octavo_storage.unrounded, super().forward, *args, **kwargs)
 
 
-_FUNCTIONS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-
-
 def gate_of(module: nn.Module) -> tuple[Glu | None, Any, str | None]:
     """Return what a gated MLP computes, its activation function and that one's name; None where it is not known."""
     glu = spec_of(module)
     if not isinstance(glu, Glu):
         return None, None, None
     own = vars(module) | module._modules
-    function: Any = _FUNCTIONS[glu.function] if glu.function is not None else own.get(glu.activation or "")
+    function: Any = FUNCTIONS[glu.function] if glu.function is not None else own.get(glu.activation or "")
     if not all(name in module._modules for name in (glu.gate, glu.up or glu.gate, glu.down)):
         function = None  # computed where they are read
     act = None if function is None or _is_altered(function) else activation_of(function)
@@ -212,7 +209,7 @@ def of_stored(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _gated_in_graph(module: nn.Module, names: str, x: Tensor) -> Any:
     """`_gated` under torch.compile, which recompiles if a child, the activation included, is replaced."""
     gate_name, up_name, down, activation, act, up_first = names.split(" ")
-    function = getattr(module, activation) if activation else _FUNCTIONS[act]
+    function = getattr(module, activation) if activation else FUNCTIONS[act]
     gate, up, _ = _gate_and_up(module, gate_name, up_name, up_first == "1", x)
     if not _same_kind(gate, up):
         return getattr(module, down)(function(gate) * up)
@@ -221,7 +218,7 @@ def _gated_in_graph(module: nn.Module, names: str, x: Tensor) -> Any:
         bias = bias.chunk(2)[0 if up_first == "0" else 1]
     with torch.no_grad():
         h = function(gate) * up
-    return getattr(module, down)(combined(h, _FUNCTIONS[act](stored(gate, bias)) * stored(up)))
+    return getattr(module, down)(combined(h, FUNCTIONS[act](stored(gate, bias)) * stored(up)))
 
 
 def _gate_and_up(module: nn.Module, gate: str, up: str | None, up_first: bool, x: Tensor) -> tuple[Any, Any, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from octavo.activations.detect import ACTIVATIONS, Activation, Glu, ModuleSpec, Norm, activation_of, original_class
-from octavo.activations.functional import activated
+from octavo.activations.detect import Activation, Glu, ModuleSpec, Norm, activation_of, original_class
+from octavo.activations.functional import FUNCTIONS
 from octavo.numerics.error import sqnr
 from octavo.runtime.torch_compat import unset_fake_temporarily
 
@@ -109,6 +109,6 @@ def _normed(module: nn.Module, spec: Norm, x: Tensor) -> Tensor:
 
 
 def _activated(x: Tensor, activation: str | None) -> Tensor:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"there is no activation {activation!r}; known are {', '.join(map(repr, ACTIVATIONS))}")
-    return activated(x, activation)
+    if activation not in FUNCTIONS:
+        raise ValueError(f"there is no activation {activation!r}; known are {', '.join(map(repr, FUNCTIONS))}")
+    return FUNCTIONS[activation](x)

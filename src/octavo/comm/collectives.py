@@ -218,22 +218,27 @@ def _all_gather(x: Tensor, group: Group, spec: MessageSpec) -> AsyncResult[Tenso
 
 def _reduce_scatter(x: Tensor, group: Group, op: Reduction, spec: MessageSpec) -> AsyncResult[Tensor]:
     world = world_size(group)
-    rows = as_rows(x, world)
     compare_calls("reduce_scatter", group, (list(x.shape), spec.text))
-    message = encoding.pack(rows, spec)
+    shape = (x.shape[0] // world, *x.shape[1:])
+    return _reduced(as_rows(x, world), group, op, spec, lambda total: total.to(x.dtype).view(shape))
+
+
+def _reduced(
+    rows: Tensor, group: Group, op: Reduction, spec: MessageSpec, finish: Callable[[Tensor], Tensor]
+) -> AsyncResult[Tensor]:
+    """Send each rank its part of some rows; `finish` gets the sum of the parts, in float32 and in rank order."""
+    world, message = world_size(group), encoding.pack(rows, spec)
     received = torch.empty_like(message)
     work = dist.all_to_all_single(received, message, group=group, async_op=True)
-    shape = (x.shape[0] // world, *x.shape[1:])
-    return AsyncResult(work, lambda: _sum(received, world, rows.shape[1], op, spec).to(x.dtype).view(shape))
 
+    def reduced() -> Tensor:
+        first, *others = received.chunk(world) if received.numel() else [received] * world
+        total = encoding.unpack(first, rows.shape[1], spec, torch.float32)
+        for part in others:
+            total += encoding.unpack(part, rows.shape[1], spec, torch.float32)
+        return finish(total.div_(world) if op == "avg" else total)
 
-def _sum(message: Tensor, world: int, columns: int, op: Reduction, spec: MessageSpec) -> Tensor:
-    """Sum the ranks' messages in float32, in rank order."""
-    first, *others = message.chunk(world) if message.numel() else [message] * world
-    total = encoding.unpack(first, columns, spec, torch.float32)
-    for part in others:
-        total += encoding.unpack(part, columns, spec, torch.float32)
-    return total.div_(world) if op == "avg" else total
+    return AsyncResult(work, reduced)
 
 
 def _all_reduce(x: Tensor, group: Group, op: Reduction, spec: MessageSpec) -> AsyncResult[Tensor]:
@@ -241,16 +246,12 @@ def _all_reduce(x: Tensor, group: Group, op: Reduction, spec: MessageSpec) -> As
     compare_calls("all_reduce", group, (list(x.shape), spec.text))
     unit = world * (spec.granularity.columns or 1)
     flat = torch.nn.functional.pad(x.detach().reshape(-1), (0, -count % unit)).view(world, -1)
-    message = encoding.pack(flat, spec)
-    received = torch.empty_like(message)
-    work = dist.all_to_all_single(received, message, group=group, async_op=True)
 
-    def finish() -> Tensor:
-        total = _sum(received, world, flat.shape[1], op, spec)
+    def finish(total: Tensor) -> Tensor:
         gathered = _all_gather(total, group, spec).wait()
         return gathered.reshape(-1)[:count].to(x.dtype).view(x.shape)
 
-    return AsyncResult(work, finish)
+    return _reduced(flat, group, op, spec, finish)
 
 
 def _all_to_all(

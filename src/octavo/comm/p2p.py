@@ -58,10 +58,7 @@ def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC,
     quant_spec, _ = check_args("send", x.detach(), spec, None, False)
     message = pack(as_rows(x.detach()), quant_spec)
     work = dist.isend(message, dst, group=group, tag=tag)
-    return AsyncResult(work, partial(_sent, message))  # keeps the message alive until then
-
-
-def _sent(message: Tensor) -> None: ...
+    return AsyncResult(work, partial(lambda _: None, message))  # keeps the message alive until then
 
 
 def irecv(

@@ -166,26 +166,19 @@ CalibrationTable = dict[tuple[str, tuple[str, ...]], dict[tuple[int, ...], Entry
 @lru_cache(maxsize=32)
 def _table(device: torch.device) -> CalibrationTable:
     table: CalibrationTable = {}
+    measured, problem = list[Entry](), ""
     try:
         file = path(device)
         measured = read(file)[1]
     except (FileNotFoundError, NotADirectoryError):  # none was written
-        return table
+        pass
     except RuntimeError as error:  # there is no home folder
-        warnings.warn(
-            f"octavo: the calibration table cannot be opened ({error}); running without it. Set XDG_CACHE_HOME",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return table
+        problem = f"cannot be opened ({error}); running without it. Set XDG_CACHE_HOME"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(
-            f"octavo: the calibration table {file} cannot be read ({type(error).__name__}: {error}); running without "
-            "it. `octavo calibrate` replaces it",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return table
+        why = f"{type(error).__name__}: {error}"
+        problem = f"{file} cannot be read ({why}); running without it. `octavo calibrate` replaces it"
+    if problem:
+        warnings.warn(f"octavo: the calibration table {problem}", RuntimeWarning, stacklevel=2)
     for entry in measured:
         table.setdefault((entry.op, entry.case), {})[entry.shape] = entry
     return table

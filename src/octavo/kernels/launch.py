@@ -133,11 +133,6 @@ class PreparedLaunch:
         compiled = self._compiled.get(True)
         return None if compiled is None else self._call_source(compiled[0], constants)
 
-    def _direct_call(self, kernel: Any) -> Callable[..., None] | None:
-        constants: dict[str, Any] = {}
-        source = self._call_source(kernel, constants)
-        return None if source is None else eval(f"lambda stream, {', '.join(self.names)}: {source}", constants)
-
     def _call_source(self, kernel: Any, constants: dict[str, Any]) -> str | None:
         """Return Python source that calls the C function below Triton's launcher."""
         # A copy of the launcher, with names instead of the stream and of addresses, passes the arguments of the C
@@ -177,7 +172,9 @@ class PreparedLaunch:
             launch.kernel[self.grid], **self.arguments(tensors), **launch.constants, num_warps=launch.num_warps,
             num_stages=launch.num_stages, enable_fp_fusion=False,
         )  # fmt: skip
-        if not INTERPRETED and (launched := self._direct_call(kernel)) is not None:
+        constants: dict[str, Any] = {}
+        if not INTERPRETED and (source := self._call_source(kernel, constants)) is not None:
+            launched = eval(f"lambda stream, {', '.join(self.names)}: {source}", constants)
             self._compiled[aligned] = kernel, launched
 
 

@@ -60,14 +60,9 @@ def linear_cross_entropy(
     refuse_transforms(_NAME, hidden, weight, bias, remedy=_REMEDY)
     dtype = autocast_dtype(hidden.device.type) or hidden.dtype
     h_TD, t_T = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
-    options = (
-        scale,
-        softcap,
-        chunk or chunk_tokens(h_TD.shape[0], h_TD.shape[1], weight.shape[0]),
-        dtype,
-        torch.is_grad_enabled(),
-    )
-    total: Tensor = _ChunkedFunction.apply(h_TD, weight, bias, t_T, ignore_index, *options)
+    rows = chunk or chunk_tokens(h_TD.shape[0], h_TD.shape[1], weight.shape[0])
+    options = ignore_index, scale, softcap, rows, dtype, torch.is_grad_enabled()
+    total: Tensor = _ChunkedFunction.apply(h_TD, weight, bias, t_T, *options)
     if reduction == "sum":
         return total
     count = (t_T != ignore_index).sum()

@@ -11,6 +11,7 @@ from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.operands import has_tensor_scale
 from octavo.nn.resident import as_resident
+from octavo.runtime.torch_compat import is_dtensor
 
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Schedules of a pipeline that compute gradients of inputs and of weights apart."""
@@ -54,10 +55,6 @@ def _parameters(test: Callable[[Tensor], bool]) -> Finder:
     return lambda model: ((name, parameter) for name, parameter in model.named_parameters() if test(parameter))
 
 
-def _holds_shards(module: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
-
-
 _DISTRIBUTED_EXPERTS = _modules(lambda _, m: is_converted_experts(m) and m.octavo_exchange is not None)
 REFUSED_PARTS: tuple[tuple[str, Finder, str], ...] = (
     ("parallelize", _modules(lambda _, m: type(m).__name__ == "FullyShardedDataParallel"),
@@ -77,7 +74,7 @@ REFUSED_PARTS: tuple[tuple[str, Finder, str], ...] = (
      "(merge_and_unload) first, or use dp_shard or cp instead"),
     ("expert_parallel", _DISTRIBUTED_EXPERTS,
      "the experts {where!r} are distributed already: call expert_parallel once"),
-    ("expert_parallel", _modules(lambda _, m: is_converted_experts(m) and _holds_shards(m)),
+    ("expert_parallel", _modules(lambda _, m: is_converted_experts(m) and any(map(is_dtensor, m.parameters()))),
      "the experts {where!r} are sharded already: call expert_parallel before octavo.parallelize and fully_shard"),
     ("expert_parallel", _parameters(lambda p: isinstance(p, DTensor)),
      "{where!r} is distributed already: call expert_parallel before octavo.parallelize and fully_shard, and without "

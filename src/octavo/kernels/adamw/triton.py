@@ -28,7 +28,17 @@ def step(work: Work) -> None:
         if state.param.numel():
             kinds.setdefault(_kind(state), []).append((state, hyper))
     for kind, of_kind in kinds.items():
-        _launch_all(kind, of_kind)
+        device = of_kind[0][0].param.device
+        shapes = tuple((state.param.shape[0], state.param.shape[1]) for state, _ in of_kind)
+        programs = _programs(shapes, device)
+        rows = [[*shape, groups(shape[1]), state.seed or 0] for shape, (state, _) in zip(shapes, of_kind, strict=True)]
+        arguments = {
+            "pointers": _on(device, [_pointers(state) for state, _ in of_kind], torch.int64),
+            "numbers": _on(device, [_numbers(hyper) for _, hyper in of_kind], torch.float32),
+            "shapes": _on(device, rows, torch.int64),
+            "work": programs,
+        }
+        launch(kind).run((programs.shape[0],), arguments)
 
 
 def _kind(state: ParamState) -> LaunchKey:
@@ -46,20 +56,6 @@ def launch(kind: LaunchKey) -> Launch:
         "PER": PER, "ALIGNED": aligned, "INTERPRETED": INTERPRETED,
     }  # fmt: skip
     return Launch(kernel=adamw_kernel, constants=constants, num_warps=4)
-
-
-def _launch_all(kind: LaunchKey, work: Work) -> None:
-    device = work[0][0].param.device
-    shapes = tuple((state.param.shape[0], state.param.shape[1]) for state, _ in work)
-    programs = _programs(shapes, device)
-    rows = [[*shape, groups(shape[1]), state.seed or 0] for shape, (state, _) in zip(shapes, work, strict=True)]
-    arguments = {
-        "pointers": _on(device, [_pointers(state) for state, _ in work], torch.int64),
-        "numbers": _on(device, [_numbers(hyper) for _, hyper in work], torch.float32),
-        "shapes": _on(device, rows, torch.int64),
-        "work": programs,
-    }
-    launch(kind).run((programs.shape[0],), arguments)
 
 
 def _on(device: torch.device, rows: list[list[Any]], dtype: torch.dtype) -> Tensor:

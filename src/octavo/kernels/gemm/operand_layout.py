@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.row_chunks import row_chunks
-from octavo.numerics.spec import FULL, Granularity, QuantSpec
+from octavo.numerics.spec import TENSOR, Granularity, QuantSpec
 from octavo.tensor import ScaledTensor
 
 ALIGNMENT = 16  # Alignment of rows and of contractions of FP8 operands, in bytes
@@ -28,7 +28,7 @@ class Operand(NamedTuple):
 def blocks(text: str, transposed: bool) -> Granularity:
     """Return the scale blocks of a spec (or `UNIT_SCALE`), oriented as [outside, contraction]."""
     if text == UNIT_SCALE:
-        return Granularity(FULL, FULL)
+        return TENSOR
     rows, columns = QuantSpec.parse(text).granularity
     return Granularity(columns, rows) if transposed else Granularity(rows, columns)
 

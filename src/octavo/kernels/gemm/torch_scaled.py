@@ -26,7 +26,7 @@ from octavo.kernels.gemm.operand_layout import (
 from octavo.kernels.quantize.reference import quantize
 from octavo.kernels.registry import GPU_TYPES, Case, unsupported_gpu
 from octavo.numerics.formats import E5M2, E8M0
-from octavo.numerics.spec import FULL, Granularity, QuantSpec
+from octavo.numerics.spec import FULL, TENSOR, Granularity, QuantSpec
 from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.torch_compat import disable_current_modes, reinterpreted
 from octavo.tensor import ScaledTensor
@@ -82,7 +82,9 @@ def scaled_mm(
     if kind is not None and is_supported(kind, device, torch.float32, False):
         sums = product(kind, left, right, torch.float32, None, fast_accum)
     elif kind == "row":
-        sums = _scaled_afterwards(left, right, fast_accum)
+        one, other = (operand._replace(scale=None, blocks=TENSOR) for operand in (left, right))
+        sums = product("tensor", one, other, torch.float32, None, fast_accum)
+        scale_sums(sums, left.scale, None if right.scale is None else right.scale.t())
     else:
         raise NotImplementedError(
             f"torch {torch.__version__} does not support scales of {a.spec} by {b.spec} for {out_dtype} on {device}"
@@ -213,15 +215,6 @@ def _padded_to(scale: Tensor, rows: int, columns: int) -> Tensor:
 def _aligned(scale: Tensor) -> Tensor:
     """Return dense scales that begin at a multiple of 16 bytes; a copy only if needed."""
     return scale.clone() if scale.data_ptr() % ALIGNMENT else scale
-
-
-def _scaled_afterwards(left: Operand, right: Operand, fast_accum: bool) -> Tensor:
-    """Compute a row-wise product that PyTorch does not support: unit scales, then scale the float32 result."""
-    unit = Granularity(FULL, FULL)
-    a, b = left._replace(scale=None, blocks=unit), right._replace(scale=None, blocks=unit)
-    sums = product("tensor", a, b, torch.float32, None, fast_accum)
-    scale_sums(sums, left.scale, None if right.scale is None else right.scale.t())
-    return sums
 
 
 _SUPPORTED: dict[tuple[Scaling, torch.device, torch.dtype, bool], bool] = {}

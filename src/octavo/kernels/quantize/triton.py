@@ -5,7 +5,7 @@ A *pair* is two quantizations of one matrix in the same passes, the first row-ma
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import triton
@@ -147,7 +147,7 @@ def launches(task: QuantizeTask, config: int = 0, strip: int = STRIPS[0]) -> lis
     return [Launch(kernel=maxima_kernel, constants=maxima, num_warps=MAXIMA_TILE[2]), cast]
 
 
-_FOLDS = ("none", "rows", "columns")
+_FOLDS: tuple[Fold, ...] = get_args(Fold)
 
 
 def _axis(spec: QuantSpec) -> int:
@@ -216,13 +216,11 @@ _PLANS: Plans[QuantizePlan] = Plans()  # By what determines allocations, launche
 
 def recipe_tasks() -> dict[QuantizeTask, str]:
     """Return the tasks of all recipes, with their labels."""
-    folds: tuple[Fold, ...] = ("none", "rows", "columns")
-    orders: tuple[Order, ...] = ("rows", "columns", "both")
     specs = {spec for r in RECIPES.values() for spec in r.specs.values() if spec}
     tasks = {}
     for spec in sorted(specs, key=str):
-        for order in orders:
-            for fold in folds if order == "rows" else folds[:1]:
+        for order in get_args(Order):
+            for fold in _FOLDS if order == "rows" else _FOLDS[:1]:
                 tasks[QuantizeTask(first=FoldedSpec(spec=spec, fold=fold), order=order)] = f"{spec} fold={fold} {order}"
             tasks[QuantizeTask(first=FoldedSpec(spec=spec), order=order, precomputed="scale")] = (
                 f"{spec} scale given {order}"
