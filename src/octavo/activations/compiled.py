@@ -124,8 +124,7 @@ def _find(x: Tensor) -> Tensor:
     return restored.reshape(x.shape).detach()
 
 
-# An op, because with dynamic=True Dynamo lifts the format's numbers out of one autograd function and finds no input for
-# them in the next.
+# An op: with dynamic=True Dynamo lifts the format's numbers out of one autograd function, and misses them in the next.
 _ROUNDED = define("rounded_in_groups", _round_in_groups, _like, _round_in_groups)
 _SCALED_SUM = define("scaled_sum", _clone, _clone, _mark)
 _RESTORABLE = define("restorable", _register, lambda y, restored: _clone(y), _register)

@@ -210,8 +210,7 @@ def register(owner: type[nn.Module], computes: ModuleSpec) -> None:
     """Declare what the modules of a class compute, so that they can store activations in FP8 and run fused kernels.
 
     For classes whose code is not recognized. `octavo.convert` compares outputs and every gradient of each module of the
-    class with the declaration, and raises ValueError if they differ. If the class gets another `forward` later, its
-    modules run that one.
+    class with the declaration, and raises ValueError if they differ. If the class gets a new `forward`, that runs.
 
     Args:
         owner: A module class.

@@ -148,8 +148,7 @@ class CompressionHooks:
         finally:
             self._pending.clear()
             self._outer = self._enclosing = None
-            # The hooks refer to this object, and the graph to the hooks: nothing here may refer to the graph, as a
-            # module does that keeps its output.
+            # The graph holds the hooks, and they this object: it may not hold the graph, as a module with its output.
             del self._hooks, self._module
         return outputs
 

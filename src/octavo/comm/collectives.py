@@ -52,8 +52,7 @@ def all_gather(
         async_op: Return an `AsyncResult` whose `wait()` returns the result.
 
     Returns:
-        [W·R, ...] of x's dtype; each rank's part within the error of `octavo.comm.encoding`, bitwise equal on all
-        ranks.
+        [W·R, ...] of x's dtype, within the error of `octavo.comm.encoding`, bitwise equal on all ranks.
 
     Raises:
         ValueError: For a wrong dtype or spec, no process group, or async_op on a tensor that autograd records.
@@ -109,8 +108,7 @@ def all_reduce(
     """Sum the ranks' tensors on all ranks, to a tensor like x that is bitwise equal on all of them.
 
     The sum is taken in float32 and rounded once more to FP8; `op="avg"` divides it by the group's size. The gradient is
-    summed over the ranks as well. Other arguments and errors are those of `all_gather`; `wait()` of an `AsyncResult`
-    runs the second half, the all_gather.
+    summed over the ranks, too. Arguments and errors are those of `all_gather`; `AsyncResult.wait()` gathers the sum.
 
     Examples:
         >>> x = torch.full((2, 64), 1.0 + dist.get_rank())      # on two ranks, under torchrun
@@ -178,8 +176,7 @@ def all_to_all(
 ) -> None:
     """Send a tensor of `inputs` to every rank and fill one of `outputs` from every rank. Not differentiable.
 
-    There is one tensor per rank; shapes and dtypes may differ, as long as the shape is that of the sender. Errors are
-    those of `all_gather`.
+    There is one tensor per rank, of the sender's shape; shapes and dtypes may differ. Errors are those of `all_gather`.
 
     Examples:
         >>> x = torch.full((2, 64), 1.0 + dist.get_rank())      # on two ranks, under torchrun

@@ -88,8 +88,7 @@ def _magnitudes(x: Tensor, form: OperandFormat) -> list[Tensor]:
 
 def _errors(x: Tensor, form: OperandFormat, q: ScaledTensor) -> list[Tensor]:
     """Return statistics of the values that are read, and finite in x and in its FP8 form."""
-    # They are the numbers of non-zero values, of those that FP8 rounds to zero, and of saturated ones; the sum of
-    # squares, and that of the errors.
+    # Numbers of non-zero values, of those rounded to zero and of saturated ones; sums of squares, of values and errors.
     spec, scale = q.spec, q.scale
     assert scale is not None
     extent = spec.granularity.rows

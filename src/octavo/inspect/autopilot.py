@@ -56,8 +56,7 @@ class Autopilot:
         every: Steps between samples.
         thresholds: Limits; None for the defaults.
         watch: An existing `Watch` of the model, instead of `every`.
-        restore_after: Number of consecutive samples without harm by a layer's first recipe after which the layer
-            returns to it; 0 for never.
+        restore_after: Samples in a row without harm by a layer's first recipe after which it returns to that; 0: never.
         fallback_recipes: Names of recipes that a layer may switch to, most preferred first; then comes high precision.
 
     Attributes:
@@ -112,8 +111,7 @@ class Autopilot:
         """Run a step inside, with all of its forwards and backwards; layers move when it ends.
 
         Args:
-            number: Number of the step, 1, 2, …; default: the one after the last, or the last if that is repeated
-                (`should_repeat`).
+            number: Number of the step, 1, 2, …; default: the one after the last, or the last if `should_repeat`.
             force: Sample the step regardless of `every`.
         """
         number = self.watch.number + (not self.should_repeat) if number is None else number

@@ -110,8 +110,7 @@ def compare_losses(
         baseline_name: Name of the baseline in messages.
 
     Raises:
-        ValueError: If there are fewer than two seeds or no arm, lengths differ, a value is not a loss, seeds do not
-            fit, or a limit is out of range.
+        ValueError: For fewer than two seeds, no arm, other lengths, no losses, unfit seeds, or a limit out of range.
 
     Examples:
         >>> from octavo.inspect import compare_losses

@@ -11,9 +11,7 @@ QUANTILES = 17  # Number of quantiles of the channel scales, the smallest and th
 
 @dataclass(frozen=True, kw_only=True)
 class OperandStats:
-    """Statistics of one operand of one linear layer in one step, over all calls, micro-batches and ranks; equal on all
-    ranks.
-    """
+    """Statistics of an operand of a linear layer in a step, over all calls, micro-batches and ranks; equal on these."""
 
     step: int
     """Step number as the trainer counts: 1, 2, …"""

@@ -38,8 +38,7 @@ class Watch(Displayed):
 
     Attributes:
         rows: Statistics of the last step, in the order in which operands were computed; empty if it was not sampled.
-        errors: Product errors of the last step by layer and recipe, for the layers that `step` measured: see
-            `octavo.inspect.product_error`.
+        errors: Product errors (`octavo.inspect.product_error`) by layer and recipe of what the last `step` measured.
         number: Number of the last step, 1, 2, …
         history: Earlier samples, to detect jumps of an amax.
 

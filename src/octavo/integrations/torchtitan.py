@@ -39,8 +39,7 @@ class Fp8Converter(QuantizationConverter):
         config: Which layers, and how.
 
     Raises:
-        ValueError: For an unknown recipe, a recipe that keeps a state, or numbers below 0; in `convert`, if no layer
-            would compute in FP8.
+        ValueError: For an unknown recipe, one that keeps a state, or numbers below 0; in `convert`, if no layer fits.
     """
 
     @dataclass(kw_only=True, slots=True)

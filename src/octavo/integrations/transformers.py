@@ -223,8 +223,7 @@ def with_fp8(trainer: T) -> T:
     """Return a subclass of a Trainer class that trains in FP8; it takes the arguments of `Fp8TrainerMixin`, too.
 
     Args:
-        trainer: `transformers.Trainer` or a subclass, such as `trl.SFTTrainer`. One that trains in FP8 already is
-            returned as it is.
+        trainer: `transformers.Trainer` or a subclass, as `trl.SFTTrainer`; returned itself if it trains in FP8.
 
     Examples:
         >>> from transformers import Trainer

@@ -39,8 +39,7 @@ class Launch:
 
     def run(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         """Launch on `grid` programs with those of `arguments` that the kernel takes."""
-        # Triton launches on the current device, so this switches to the device of the tensors. FP fusion is off: the
-        # reference rounds after each operation.
+        # Switches to the tensors' device, as Triton launches on the current one. FP fusion is off, as in the reference.
         launch = self.prepared(grid, arguments)
         launch([_tensor_of(arguments[name]) for name in launch.names])
 

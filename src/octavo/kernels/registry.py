@@ -29,8 +29,7 @@ Shape = tuple[int, ...]  # Rows and columns of a matrix, or m, n, k of a product
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     name: str  # Such as `"triton"`; `"reference"` supports every case on every device
-    # Implementation, with the same signature in all backends of the op, plus `config`, an index, if it has several
-    # configurations.
+    # Implementation, of one signature in all backends of the op, plus an index `config` if it has configurations.
     run: Callable[..., Any]
     # With the same arguments, returns what runs calls like this one repeatedly (`octavo.kernels.direct`), or None for
     # those without a plan; None for a backend without plans.

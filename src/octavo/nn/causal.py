@@ -100,8 +100,7 @@ def find_head(model: Any) -> Head:
 
 def decide_head(model: "PreTrainedModel") -> None:
     """Find the head of a model on meta as a run finds it with weights, for the copies of fake tensors of a plan."""
-    # What a trial on meta does not find, one with stand-ins for the weights may find. Two blocks stand for all, unless
-    # the model does not run with two.
+    # What a trial on meta does not find, one with stand-in weights may. Two blocks stand for all, if the model runs so.
     decided: dict[str, Any] | str = ""
     blocks = find_block_list(model)
     members = [*blocks]

@@ -60,8 +60,7 @@ def rule_plan(
     Args are those of `octavo.convert`. The model is not changed.
 
     Raises:
-        ValueError: If the model is converted already, the recipe is unknown, a filter does not apply, or FP8 is
-            requested but no layer would be converted.
+        ValueError: If the model is converted, the recipe unknown, a filter does not apply, or FP8 would reach no layer.
         TypeError: If a filter is not valid, or a weight's dtype cannot be quantized.
 
     Examples:
@@ -94,8 +93,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
     Args are those of `octavo.convert`, with a decision per layer.
 
     Raises:
-        ValueError: If the model is converted already, the plan does not fit it, or its recipes do not allow
-            `frozen="fp8"`. The model is unchanged.
+        ValueError: If the model is converted, or the plan does not fit it or `frozen="fp8"`. The model is unchanged.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -164,8 +162,7 @@ def revert(model: M) -> M:
     Weights that are resident in FP8 become frozen parameters with the FP8 values: what FP8 rounded stays rounded.
 
     Raises:
-        ValueError: If the model has no converted layer, or the class or forward of one was replaced since. The model is
-            unchanged.
+        ValueError: If no layer is converted, or the class or forward of one was replaced. The model is unchanged.
 
     Examples:
         >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)))
@@ -248,8 +245,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     Args:
         model: The model that `convert` was called with, sharded or not; or a part of it.
         fqn: Name of the linear in `model`.
-        recipe: The new recipe, or None for the dtype of its weight: a weight that is resident in FP8 becomes plain,
-            with the FP8 values.
+        recipe: The new one, or None for the dtype of its weight: one resident in FP8 becomes plain, with these values.
         reason: The reason that `octavo.report` shows.
 
     Raises:

@@ -95,8 +95,7 @@ class Equalizer:
         self.backward_ran: bool  # Whether the backward of the current pass has run
         self.scales: ChannelScales | None = None  # s; None before the first pass
         # synchronized: Whether `octavo.nn.equalized` ends the passes, for all layers at once.
-        # unreached: Whether the last pass of `compiled_pass` that ran eagerly had no backward of this layer, as of a
-        # frozen first one.
+        # unreached: Whether the last eager pass of `compiled_pass` had no backward of this layer, as of a frozen first.
         self.synchronized = self.unreached = False
         self.captured: set[ChannelScales] = set()  # The scales that CUDA graphs read
         self.passes: int  # Passes that have ended
@@ -306,8 +305,7 @@ def equalized_layers(model: nn.Module) -> Iterator[tuple[str, Equalized]]:
 @contextmanager
 def compiled_pass(model: nn.Module) -> Iterator[None]:
     """Run one forward and backward of a model whose compiled parts equalize channels, with the scales of eager ones."""
-    # Compiled modules run eagerly inside if the pass measures: in the first, then 1, 2, 4, … passes later. Layers have
-    # to run in every pass.
+    # Compiled modules run eagerly in passes that measure: the first, then 1, 2, 4, … later. Every pass runs all layers.
     equalizers = [equalizer_of(layer) for _, layer in equalized_layers(model)]
     for equalizer in equalizers:
         if equalizer.backward_ran and equalizer.pass_ended():  # else the forward or `equalized_ranks` ends the pass

@@ -268,8 +268,7 @@ def stores_transposed(layer: nn.Module) -> bool:
 
 def names_in_checkpoint(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of a model as `save_pretrained` names, splits and joins them; it has no public name."""
-    # Of a model whose weights were dequantized in loading it would quantize them anew, or fail: for such a one, as for
-    # a model that was not loaded.
+    # It would quantize weights anew that loading dequantized, or fail: such a model is taken for one never loaded.
     from transformers.core_model_loading import revert_weight_conversion
 
     loaded_by = vars(model).get("_weight_conversions")
@@ -320,8 +319,7 @@ M = TypeVar("M", bound=nn.Module)
 def meta_parameters() -> Iterator[None]:
     """Build modules with parameters on the meta device and buffers where they are made, as rotary frequencies.
 
-    Under `torch.device("meta")` instead, buffers that no checkpoint stores would have no values. Applies to modules
-    that any thread builds inside.
+    Under `torch.device("meta")` buffers that no checkpoint stores would have no values. Applies to all threads.
 
     Examples:
         >>> with octavo.nn.meta_parameters():

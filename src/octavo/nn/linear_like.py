@@ -23,8 +23,7 @@ class LinearLike(StatesOfResident):
         out_features: N.
         recipe: Precision of the three products.
         keep_weights: Whether the layer was converted with `keep_weights=True`: see `octavo.nn.weights`.
-        weight_is_transposed: Whether the weight is stored as [in_features, out_features]. FSDP shards rows, so it does
-            not gather such a weight in FP8.
+        weight_is_transposed: Whether the weight is [in_features, out_features], which FSDP does not gather in FP8.
 
     Examples:
         >>> layer = octavo.convert(torch.nn.Linear(64, 128), "mxfp8")

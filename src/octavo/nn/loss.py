@@ -153,8 +153,7 @@ def _fuses(z: Tensor, has_bias: bool) -> bool:
 
 def _operand(values: Tensor) -> Tensor:
     """Return the operand of a product: bf16 as float32 on a CPU without bf16 instructions."""
-    # PyTorch multiplies bf16 there element by element, in twenty times the time of float32. Results are rounded to bf16
-    # as they would be.
+    # PyTorch multiplies bf16 there element by element, 20 times slower than float32. Results are rounded to bf16 alike.
     if values.dtype != torch.bfloat16 or values.device.type != "cpu" or torch.compiler.is_compiling():
         return values
     real = type(values) in (Tensor, torch.nn.Parameter)  # memory plans are those of a GPU

@@ -166,8 +166,7 @@ def report(model: nn.Module, batch: object = None) -> Report:
             Converted layers that this forward does not call, as where other code reads their weights, are named.
 
     Returns:
-        A `Report`: a sequence of rows with `.name`, `.converted`, `.recipe` and `.reason`; `.summary`; a table when
-        printed.
+        A `Report`: rows with `.name`, `.converted`, `.recipe` and `.reason`; `.summary`; prints as a table.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))

@@ -65,8 +65,7 @@ def channel_amax(x: Tensor) -> Tensor:
         x: [M,K].
 
     Returns:
-        float32 [K]; 0 for channels with a NaN or Inf, whose tokens do not count in other channels. Tokens with values
-        above 3·10³⁸ / K² do not count.
+        float32 [K]; 0 for channels with NaN or Inf, whose tokens count in no channel, as those above 3·10³⁸ / K².
 
     Examples:
         >>> octavo.numerics.channel_amax(torch.tensor([[1.0, 1.0], [0.0, 10000.0]]))
@@ -90,8 +89,7 @@ def equalize(x_amax: Tensor, w_amax: Tensor, previous: ChannelScales | None = No
         x_amax: Largest magnitude of each channel of X, [K], finite: of `channel_amax`, or plain maxima.
         w_amax: The same of W: of `column_amax`.
         previous: Scales to keep where a maximum is zero: of a channel that is dead, or that had a NaN. Without them a
-            channel that is dead on one side gets the level of the others on the other side, and one that is dead on
-            both is not scaled.
+            channel dead on one side gets the level of the others on the other side; one dead on both is not scaled.
 
     Examples:
         >>> octavo.numerics.equalize(torch.tensor([1.0, 1024.0]), torch.ones(2)).factor

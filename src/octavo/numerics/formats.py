@@ -52,8 +52,7 @@ def widen(q: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert FP8 values exactly to float32 or bfloat16."""
     # PyTorch's conversion of E4M3 on a CPU takes 3 ns per element, longer than the product that follows, and that of
     # E5M2 0.6. So this moves sign, exponent and mantissa to float16's positions, whose conversion is fast, and for E4M3
-    # multiplies by 2⁸ to correct the bias, subnormals included. Its NaN code, the largest one, becomes a NaN of
-    # float16.
+    # multiplies by 2⁸ to correct the bias, subnormals included. Its NaN code, the largest, becomes float16's NaN.
     if q.dtype not in (E4M3.dtype, E5M2.dtype) or q.device.type != "cpu":
         return q.to(dtype)
     if q.numel() <= CHUNK_ELEMENTS:

@@ -18,10 +18,8 @@ class Decision:
         recipe: Recipe of its products, or None to leave them unchanged.
         reason: Reason, human-readable.
         activation_storage: How the module stores its activations in FP8 (`"norm"`, `"glu"`, `"activation"` or
-            `"saved_tensors"`) or which fused kernels it runs (`"fused_norm"`, `"fused_glu"`); None to leave it
-            unchanged.
-        gain: Predicted speed-up over bf16, forward and backward with quantization; 1 if it stays in bf16; None without
-            a prediction.
+            `"saved_tensors"`) or which fused kernels it runs (`"fused_norm"`, `"fused_glu"`); None: neither.
+        gain: Predicted speed-up over bf16, forward and backward with quantization; 1 in bf16; None if not predicted.
         by_filter: Whether a filter of `octavo.convert` chose the recipe; not in the plan's JSON.
     """
 

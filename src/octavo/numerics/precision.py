@@ -30,18 +30,15 @@ class Precision:
         only: Name patterns of the linear layers to convert; empty for all.
         skip_first: Blocks at the beginning of the model whose linear layers are not converted; see
             `octavo.nn.filters.last` for what counts as a block.
-        skip_last: The same at the end of the model. min_features: Smallest in_features and out_features of a linear
-        layer that is converted. activations: `"fp8"`: norms, gated MLPs and activation functions save tensors for
-        backward in FP8. `"bf16"`: they
-            save them unchanged. `"fused"`: unchanged too, and norms and gated MLPs run as one kernel, which rounds
-            once.
+        skip_last: The same at the end of the model.
+        min_features: Smallest in_features and out_features of a linear layer that is converted.
+        activations: `"fp8"`: norms, gated MLPs and activation functions save tensors for backward in FP8; `"bf16"`:
+            unchanged; `"fused"`: unchanged, and norms and gated MLPs run as one kernel, which rounds once.
         states: Moments of AdamW, `"fp32"` or `"fp8"`. The trainer reads `states` and `master`; a custom loop creates
             its own optimizer, `octavo.AdamW`.
-        master: fp32 masters of 16-bit parameters: `"fp32"` (a copy), `"remainder"` (the 16 bits that bf16 lacks) or
-            `"none"`.
+        master: fp32 masters of 16-bit parameters: `"fp32"` (a copy), `"remainder"` (bf16's missing 16 bits), `"none"`.
         keep_weights: Quantize each weight once per forward and backward, and once for all micro-batches inside
-            `octavo.nn.accumulating`: for many small micro-batches per optimizer step, at 2 bytes per parameter on a
-            GPU.
+            `octavo.nn.accumulating`: for many small ones per optimizer step, at 2 bytes per parameter on a GPU.
 
     Raises:
         ValueError: A value is unknown (with the closest match), or a number is below 0.

@@ -31,8 +31,7 @@ class Recipe:
         note: One line for tables.
         equalization: Passes from one refresh of the channel scales of X and W to the next; 0 for no such scales. Only
             for recipes that fold the scales of X and W.
-        weight_only: Whether only W is in FP8, as a frozen weight is stored, and products run in the dtype of X; the
-            specs of X and G are then unused.
+        weight_only: Whether W alone is in FP8, as stored, and products run in X's dtype; specs of X and G are unused.
 
     Examples:
         >>> octavo.RECIPES["blockwise"].w.text

@@ -108,7 +108,6 @@ class AdaptiveSpec:
 
     Messages that the receiver widens, and weights of weight-only products, have it. Each group of 128 elements of a row
     has one of three 8-bit floating point formats, e4m3, e3m4 or e2m5, and a float32 scale (`octavo.kernels.adaptive`).
-    No product multiplies these bytes.
     """
 
     granularity: Granularity = field(default=Granularity(1, 128))  # Which elements share a scale and a format

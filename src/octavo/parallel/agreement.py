@@ -134,8 +134,7 @@ def broadcast_values(tensors: Iterable[Tensor], group: dist.ProcessGroup, device
 
 def agree_on_adamw(device: torch.device, mesh: DeviceMesh) -> None:
     """Have `octavo.AdamW` step on one backend on all ranks, with a warning if they would choose different ones."""
-    # Triton's step is not bitwise the reference's. Ranks that hold copies of a parameter and step it on different
-    # backends would drift apart.
+    # Triton's step is not bitwise the reference's: copies of a parameter that step on both would drift apart.
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     chosen = ADAMW.choose(device, CASE).name

@@ -22,8 +22,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their norm, over all ranks, is at most `max_norm`.
 
-    Call it on every rank, as `torch.nn.utils.clip_grad_norm_`, for parameters that FSDP2 and tensor parallelism placed
-    on different meshes.
+    Call it on every rank, as `torch.nn.utils.clip_grad_norm_`, for parameters that are placed on different meshes.
 
     Args:
         parameters: Parameters, some without gradients; those that are no DTensors have equal gradients on all ranks.

@@ -30,8 +30,7 @@ _SETTINGS: WeakKeyDictionary[nn.Module, tuple[DeviceMesh, EqualShapes, bool, str
 def context_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True) -> nn.Module:
     """Have a causal language model of Transformers take a part of each sequence on each rank, in place.
 
-    Rank r gets tokens r·S/p to (r + 1)·S/p of every sequence, their labels, and `position_ids` [1,S/p] with the
-    positions in the whole sequence.
+    Rank r gets tokens r·S/p to (r + 1)·S/p of every sequence, their labels, and their `position_ids` in it, [1,S/p].
 
     Args:
         model: Its config names a registered attention function, such as `"sdpa"`.

@@ -87,8 +87,7 @@ def parallelize(
     Args:
         model: Any module, converted or not, on the mesh's device. The same on every rank.
         mesh: A mesh [dp_shard], [dp_replicate, dp_shard], or [dp_replicate] with that name; [efsdp, ep] with these
-            names, after `octavo.parallel.expert_parallel`; or a `Parallel`, for a mesh over all ranks. None: one shard
-            group of all ranks.
+            names, after `octavo.parallel.expert_parallel`; or a `Parallel`, over all ranks. None: one shard group.
         precision: Converts the model first; leave it out if the model is converted already.
         fp8_comm: See `Parallel`. Default: that of `mesh` if it is a `Parallel`, else `"auto"`.
         reshard_after_forward: See `Parallel`.
@@ -100,8 +99,7 @@ def parallelize(
         The model itself, with its parameters sharded; for DDP, a `DistributedDataParallel` around it.
 
     Raises:
-        ValueError: For a mesh that does not fit the world, an unsupported combination, or different arguments on
-            different ranks; on every rank.
+        ValueError: On every rank, for a mesh that misfits the world, an unsupported combination, or ranks that differ.
         TypeError: As `octavo.convert`, or if `dtype` or `reduce_dtype` is no floating-point type of 16 bits or more.
 
     If an error is raised, the model is left as it was.
@@ -154,8 +152,7 @@ def _parallelize(
         device_type = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
         mesh = init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
     agree_on_adamw(torch.device("cpu" if layout.cpu_offload else mesh.device_type), mesh)
-    # torchrun numbers the ranks of a machine in a row. Ranks of tensor parallelism are neighbours, so eight ranks of a
-    # mesh beside it can be on eight machines.
+    # torchrun numbers a machine's ranks in a row. Those of tp are neighbours, so a mesh beside may cross all machines.
     on_each = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     machines = [rank // on_each for rank in mesh.mesh.flatten().tolist()] if layout.fp8_comm == "auto" else []
     crosses_machines = len(set(machines)) > 1

@@ -31,8 +31,7 @@ _STAGES: WeakSet["PipelineStage"] = WeakSet()
 class PipelineStage(pipelining.PipelineStage):
     """A part of a model, on one rank of a pipeline, that exchanges activations and their gradients in FP8.
 
-    It replaces `torch.distributed.pipelining.PipelineStage`, for every schedule of torch. All stages of a pipeline must
-    be of this class.
+    It replaces `torch.distributed.pipelining.PipelineStage` in all stages of a pipeline, for every schedule of torch.
 
     Activations are [B,S,H] or [...,H], float32, bfloat16 or float16, and arrive in the dtype in which they were sent. A
     message takes 1.03 bytes per element if H is a multiple of 128. Other tensors, and all of `schedule.eval`, travel as
@@ -54,8 +53,7 @@ class PipelineStage(pipelining.PipelineStage):
         RuntimeError: Before torch 2.13, whose stages do not exchange the metadata that this class needs. From the first
             backward, if a zero-bubble schedule meets weights that FSDP2 frees after forward.
 
-    Parameters that stages on different ranks share, such as tied embeddings, become separate parameters without an
-    error, because no rank sees both.
+    Parameters that stages on different ranks share, as tied embeddings, become separate ones: no rank sees both.
 
     Examples:
         Under `torchrun`, on each rank:
@@ -153,8 +151,7 @@ class PipelineStage(pipelining.PipelineStage):
             )
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    # `schedule.eval` runs the actions of backward, too. In torch 2.13 they divide gradients that are there, and those
-    # of two stages on one rank raise an error.
+    # `schedule.eval` runs backward's actions, too: torch 2.13's divide gradients, and raise with two stages on a rank.
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce and scale the gradients of a step; do nothing in evaluation."""

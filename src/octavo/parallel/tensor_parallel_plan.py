@@ -83,8 +83,7 @@ def tensor_parallel(
     Raises:
         TypeError: If `model` is not a module or `mesh` not a `DeviceMesh`.
         ValueError: For a model that cannot be distributed so (docs/parallel.md), or if ranks differ; on every rank, and
-            the model is left as it was. In a forward: for a sequence that the ranks do not divide, and in the first one
-            for ranks with unequal inputs.
+            the model is left as it was. In a forward: if ranks do not divide a sequence; in the first, if inputs vary.
 
     Examples:
         Under `torchrun`, on each rank:

@@ -1,6 +1,4 @@
-"""The repeated blocks of a model, found rather than named: what is recomputed, sharded and offloaded piece by piece,
-and what "the last two" are counted in.
-"""
+"""The repeated blocks of a model, found rather than named: recomputed, sharded, offloaded and counted one by one."""
 
 from collections.abc import Iterator
 

@@ -53,9 +53,7 @@ def weights_on_meta(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def stand_in_weights(model: nn.Module) -> AbstractContextManager[None]:
-    """Give a model on meta numbers on the CPU inside the block: random weights that take almost no memory, and buffers
-    of ones, or of zeros for integers such as positions.
-    """
+    """Give a model on meta CPU numbers inside: random weights in almost no memory, buffers of ones, integer zeros."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def make(tensor: torch.Tensor) -> torch.Tensor:

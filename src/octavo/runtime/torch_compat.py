@@ -363,8 +363,7 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
     # None unless the dispatcher would call the op's kernel directly, below autograd: if a compiler, tracer, dispatch
     # mode (fake tensors, selective checkpointing), function mode, functorch transform or level of forward-mode
     # derivatives is active, if autograd records (unless `records` allows that), or if a tensor is a subclass, a lazy
-    # negation, a lazy zero, nested, sparse or a wrapper that outlived its functorch transform. All releases: no public
-    # function tells most of these.
+    # negation, a lazy zero, nested, sparse or a wrapper that outlived its transform. All releases: most is private.
     if (
         (not records and torch.is_grad_enabled()) or torch.compiler.is_compiling() or dispatch_modes()
         or function_modes() or has_transforms() or tracing_state() is not None

@@ -90,8 +90,7 @@ def _grouped(values: Tensor) -> Tensor:
 
 def group_seeds(rows: int, columns: int, first: int, seed: int, device: torch.device) -> Tensor:
     """Return what `hashed` makes random bits of, int32 [rows · groups], for rows from `first` on of a matrix."""
-    # Bits are a hash of the element's index and the seed (the finalizer of MurmurHash3), so they are independent of
-    # order, chunking and device.
+    # Bits are a hash of element index and seed (MurmurHash3's finalizer): independent of order, chunking and device.
     start = seed_after(seed, first * groups(columns) * GROUP)
     indices = torch.arange(rows * groups(columns), dtype=torch.int32, device=device)
     return indices.mul_(_signed(GROUP * _STRIDE)).add_(_signed(start))

@@ -271,8 +271,7 @@ def ones(size: int, device: torch.device) -> Tensor:
     """Return [size, 1] of ones; on a GPU cached for the life of the process."""
     # During CUDA graph capture the cache is neither read nor written: the graph would hold a pointer that it does not
     # own. Cached tensors are never freed, because any stream may read them, and are allocated by another thread, so
-    # that they never lie in the memory pool of a graph whose warm-up this thread runs (`torch.compile`, mode
-    # "reduce-overhead").
+    # that none lies in the pool of a graph whose warm-up this thread runs (`torch.compile`, "reduce-overhead").
     if device.type not in GPU_TYPES or is_capturing(device):
         return _new_ones(size, device)
 
@@ -321,8 +320,7 @@ def traced_scaled_mm(
 
 
 def _traced_vector(operand: Operand, size: int) -> Tensor:
-    # Unit scales are slices of one, and a reduction: Inductor computes that once for all products of a graph, but fills
-    # a constant anew for each.
+    # Slices of one reduction: Inductor computes it once for all products of a graph, but fills a constant for each.
     if operand.scale is not None:
         return operand.scale.reshape(-1)
     length = size + -size % _UNIT_SCALES

@@ -86,8 +86,7 @@ def plan_of(
 ) -> TritonProduct | None:  # fmt: skip
     """Return what computes products of operands like these from their data, scales and bias; None for empty ones."""
     # `config` is an index into `CONFIGS`; None, or a configuration that does not support this product, selects one by
-    # an estimate from the shape. `overlap`: promote sums while the next ones are computed, where the target can
-    # (`overlaps`).
+    # an estimate from the shape. `overlap`: promote sums while the next ones are computed, if the target `overlaps`.
     left, right = oriented(a, b, layout)
     if left.data.numel() == 0 or right.data.numel() == 0:
         return None

@@ -38,8 +38,7 @@ def grouped_mm(
 
     `a` has scales by row [M,1], in tn by column and expert [E,N]. `b` has scales by row in nt, else unit scales.
     `offsets`, int32 [E], ascending, are where the rows of each expert end. `bias` [E,N] is added in layout nt. Dtypes
-    and `fast_accum` are as in `octavo.kernels.scaled_mm`. Raises ValueError if sizes, dtypes, scales or devices do not
-    fit together.
+    and `fast_accum` are as in `octavo.kernels.scaled_mm`. Raises ValueError if sizes, dtypes, scales or devices misfit.
     """
     _check(a, b, offsets, layout, out_dtype, bias)
     assert a.scale is not None

@@ -113,8 +113,7 @@ def _transposed(data: Tensor) -> Tensor:
 
 def _stored_scales(scale: Tensor) -> Tensor:
     """Return scales so that their kernel stores them and backward reads them, instead of computing them again."""
-    # PyTorch's partitioner recomputes no `amin` in backward, and Inductor compiles none over a single element. Inductor
-    # stores what has strides (`as_strided`).
+    # The partitioner recomputes no `amin`, and Inductor compiles none over one element; it stores what has strides.
     least = scale.unsqueeze(-1).amin(-1)
     return least.as_strided(least.shape, least.stride())
 

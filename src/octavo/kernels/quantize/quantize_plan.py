@@ -106,8 +106,7 @@ class QuantizePlan:
     def _source(self, constants: dict[str, Any], otherwise: str) -> list[str] | None:
         """Return lines that do what `run` does for aligned addresses; None if a kernel was not compiled for these."""
         # Names in them: tensors in capitals (X, FOLD, FOLD_T, GIVEN come in, as `zeros`; Q, Q_T, S, S_T come out),
-        # addresses as the kernels call them. `otherwise` is the statement for all other cases. The objects in the lines
-        # are added to `constants`.
+        # addresses as kernels call them. `otherwise` is the statement for other cases; `constants` gets the objects.
         launches = [step.source(constants) for step, _ in self._steps]
         if not launches or None in launches:
             return None
