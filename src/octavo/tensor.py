@@ -30,12 +30,6 @@ class ScaledTensor:
         """The same data with unit scales, for a product whose other operand contains the folded scales."""
         return ScaledTensor(self.data, None, self.spec, self.other_order)
 
-    def with_scale(self, scale: Tensor | None, spec: QuantSpec | None) -> "ScaledTensor":
-        """Return the same data with other scales, by `spec`; None for unit scales."""
-        return (
-            self.unscaled if scale is None or spec is None else ScaledTensor(self.data, scale, spec, self.other_order)
-        )
-
     def t(self) -> "ScaledTensor":
         """Return the transposed matrix, as views."""
         scale, other_order = (None if t is None else t.t() for t in (self.scale, self.other_order))

@@ -42,9 +42,7 @@ def seed_names(values: object, count: int) -> tuple[int, ...]:
     if len(names) != count:
         raise ValueError(f"there are {len(names)} seeds and {count} losses of the baseline: name one seed per loss")
     if duplicates := [name for name in names if names.count(name) > 1]:
-        raise ValueError(
-            f"seed {duplicates[0]} is named twice: the losses of one seed are one pair. Name each seed once"
-        )
+        raise ValueError(f"seed {duplicates[0]} is named twice: the losses of one seed are one pair; name each once")
     return tuple(names)
 
 

@@ -45,9 +45,7 @@ class Fp8Accelerator(accelerate.Accelerator):
             raise ValueError(f"{label}, and mixed_precision='fp8' is accelerate's own FP8: set it to 'bf16'")
         super().__init__(*args, **kwargs)
         if self.mixed_precision == "fp8" or self.has_fp8_handler:
-            raise ValueError(
-                f"{label}, and accelerate's own FP8 is on: set mixed_precision='bf16', without its handler"
-            )
+            raise ValueError(f"{label}, and accelerate's own FP8 is on: set mixed_precision='bf16', with no handler")
         if self.mixed_precision == "fp16" and self.precision.matmul == "fp8":
             raise ValueError(f"{label} with mixed_precision='fp16': set it to 'bf16'")
         if self.state.deepspeed_plugin is not None:

@@ -81,9 +81,7 @@ def _summary(kind: str, native: list[str], recipes: int) -> str:
         return "This device has no FP8 products: FP8 is emulated, with exact numbers and no speed-up."
     if len(native) == recipes:
         return "The products of every recipe run on this device's FP8 matrix units."
-    return (
-        f"On this device's FP8 matrix units: {', '.join(native)}. The other recipes are emulated: exact, no speed-up."
-    )
+    return f"On this device's FP8 matrix units: {', '.join(native)}. The others are emulated: exact, no speed-up."
 
 
 def _merged(ops: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
@@ -146,7 +144,6 @@ def _show_deep(console: Console, device: torch.device, seed: int, outcomes: list
         text = f"{o.op} {o.case}, configuration {o.config}: {o.first}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     runs = sum(outcome.runs for outcome in outcomes)
-    verdict = (
-        f"{len(bad)} of {len(outcomes)} configurations differ from the reference" if bad else "all bytes are equal"
-    )
+    differ = f"{len(bad)} of {len(outcomes)} configurations differ from the reference"
+    verdict = differ if bad else "all bytes are equal"
     console.print(f"{runs} runs on {device}, seed {seed}: {verdict}.", style="bold", markup=False, highlight=False)

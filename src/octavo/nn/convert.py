@@ -198,9 +198,7 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
             raise ValueError(f"the plan is for another model: it names {fqn!r}, which this model does not have")
     for fqn in plan.converted:
         if (reason := obstacle(modules[fqn])) is not None:
-            raise ValueError(
-                f"the plan converts {fqn!r}, which is not possible: {reason}. The model was left as it was"
-            )
+            raise ValueError(f"the plan converts {fqn!r}, which cannot be: {reason}. The model was left as it was")
         checked_weight(fqn, modules[fqn])
     others = () if plan.partial else modules.keys() - plan.decisions.keys()
     if missing := [fqn for fqn in modules if fqn in others and obstacle(modules[fqn]) is None]:

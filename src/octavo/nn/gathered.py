@@ -74,10 +74,8 @@ class GatheredInput(Tensor):
 
     @staticmethod
     def __new__(cls, rows: Rows, shape: tuple[int, ...], dtype: torch.dtype) -> "GatheredInput":
-        stride = contiguous_strides(shape)
-        tensor: GatheredInput = Tensor._make_wrapper_subclass(
-            cls, shape, stride, dtype=dtype, device=rows.x.data.device
-        )
+        stride, device = contiguous_strides(shape), rows.x.data.device
+        tensor: GatheredInput = Tensor._make_wrapper_subclass(cls, shape, stride, dtype=dtype, device=device)
         tensor.rows = rows
         return tensor
 

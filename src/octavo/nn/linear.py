@@ -102,9 +102,8 @@ def linear(
     channels = quantizer.channels(input, weight)
     scales = (None, None) if channels is None else (channels.factor, channels.inverse)
     x = quantizer.input(input, x_MK, recipe, needs_wgrad, channels)
-    y_MN: Tensor = unhooked(
-        _LinearFunction.apply, x_MK, weight, bias, *x, *scales, recipe, out_dtype, keep_weights, quantizer
-    )
+    options = recipe, out_dtype, keep_weights, quantizer
+    y_MN: Tensor = unhooked(_LinearFunction.apply, x_MK, weight, bias, *x, *scales, *options)
     if input.ndim == 2:
         return y_MN
     # Not a view, as for `nn.Linear`: FSDP2 warns about blocks that return a view.
@@ -211,7 +210,11 @@ def _fuse_with(x_scale: Tensor | None, spec: QuantSpec) -> Tensor | None:
 
 def _in_epilogue(operand: ScaledTensor, folds: bool, channels: Tensor | None) -> ScaledTensor:
     """Return W or X for a backward product: with its scales, or with the channel scales if those are folded into G."""
-    return operand.with_scale(channels, _BY_COLUMN[operand.spec.format.name]) if folds else operand
+    if not folds:
+        return operand
+    if channels is None:
+        return operand.unscaled
+    return ScaledTensor(operand.data, channels, _BY_COLUMN[operand.spec.format.name], operand.other_order)
 
 
 _BY_COLUMN = {form.name: QuantSpec(format=form, granularity=COLUMN) for form in (E4M3, E5M2)}

@@ -192,9 +192,8 @@ class ResidentWeight(Fp8Weight):
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype) -> "ResidentWeight":
         """Make a tensor with the shape and device of `data`."""
-        tensor: ResidentWeight = Tensor._make_wrapper_subclass(
-            cls, data.size(), data.stride(), dtype=dtype, device=data.device
-        )
+        layout = data.size(), data.stride()
+        tensor: ResidentWeight = Tensor._make_wrapper_subclass(cls, *layout, dtype=dtype, device=data.device)
         tensor.data_, tensor.scale, tensor.spec, tensor.text = data, scale, spec, spec.text
         return tensor
 

@@ -96,13 +96,11 @@ def default_plan(
         else:
             decision = _decide(by_module[module], recipe, heads.get(module), chosen, rules)
             decisions[fqn] = replace(decision, activation_storage=kind)
-    for mismatch in mismatches:
-        warnings.warn(mismatch, UserWarning, stacklevel=_caller_level())
     for pattern in (p for p in skip if p not in matched):
         hint = nearest(pattern.strip("*."), {part for fqn in decisions for part in fqn.split(".")})
-        warnings.warn(
-            f"skip pattern {pattern!r} matches no linear layer{hint}", UserWarning, stacklevel=_caller_level()
-        )
+        mismatches.append(f"skip pattern {pattern!r} matches no linear layer{hint}")
+    for mismatch in mismatches:
+        warnings.warn(mismatch, stacklevel=_caller_level())
     return Plan(decisions, activations)
 
 

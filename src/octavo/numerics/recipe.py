@@ -240,9 +240,8 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
-        raise TypeError(
-            f"recipe is a name or an octavo.Recipe; got {type(recipe).__name__}. Known: {', '.join(RECIPES)}"
-        )
+        known = ", ".join(RECIPES)
+        raise TypeError(f"recipe is a name or an octavo.Recipe; got {type(recipe).__name__}. Known: {known}")
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe {recipe!r}{nearest(recipe, RECIPES)}. Known: {', '.join(RECIPES)}")
     return RECIPES[recipe]

@@ -112,21 +112,18 @@ class _Fp8Style(ParallelStyle):
                 )
         if isinstance(module, LinearLike):
             check_recipe(module.recipe)
-        sizes = {self.split_size: getattr(module, self.split_size)}
+        what, size = self.split_size, getattr(module, self.split_size)
         if self.heads is not None:
-            if sizes[self.split_size] % self.heads:
-                raise ValueError(
-                    f"{name}: {self.split_size} = {sizes[self.split_size]} is not {self.heads} equal heads"
-                )
-            sizes = {"heads": self.heads}
-        for what, size in sizes.items():
-            if size % mesh.size():
-                fitting = [n for n in range(1, mesh.size() + 1) if size % n == 0]
-                padded = "" if what == "heads" else f", or pad it to {size + -size % mesh.size()}"
-                raise ValueError(
-                    f"{name}: {what} = {size} is not divided by {mesh.size()} ranks of tensor parallelism: take one of "
-                    f"{fitting} ranks{padded}"
-                )
+            if size % self.heads:
+                raise ValueError(f"{name}: {what} = {size} is not {self.heads} equal heads")
+            what, size = "heads", self.heads
+        if size % mesh.size():
+            fitting = [n for n in range(1, mesh.size() + 1) if size % n == 0]
+            padded = "" if what == "heads" else f", or pad it to {size + -size % mesh.size()}"
+            raise ValueError(
+                f"{name}: {what} = {size} is not divided by {mesh.size()} ranks of tensor parallelism: take one of "
+                f"{fitting} ranks{padded}"
+            )
 
 
 class Fp8ColwiseParallel(_Fp8Style):

@@ -258,9 +258,8 @@ def _notes(
         names = [fqn for fqn, why in misfits.items() if why == reason]
         notes.append(f"{listed(names)}: FP8 in training, high precision here: {reason}")
     if unrounded := [fqn for fqn in fp8 if modules[fqn].recipe.weight_only]:
-        notes.append(
-            f"{listed(unrounded)}: training did not round their inputs (weight_only); engines of {layout.name} do"
-        )
+        why = f"training did not round their inputs (weight_only); engines of {layout.name} do"
+        notes.append(f"{listed(unrounded)}: {why}")
     partial = [name for name, weight in quantized.items() if any(size % 128 for size in weight.data.shape)]
     if layout.name == "fp8-block" and partial:
         notes.append(

@@ -26,9 +26,8 @@ def dequantize(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
     scale_shape = x.spec.granularity.scale_shape((x.data.shape[0], x.data.shape[1]))
     if x.scale is None or x.scale.shape != scale_shape:
         got = None if x.scale is None else list(x.scale.shape)
-        raise ValueError(
-            f"dequantize: scales of {list(x.data.shape)} by {x.spec} must be {list(scale_shape)}; got {got}"
-        )
+        shape = list(x.data.shape)
+        raise ValueError(f"dequantize: scales of {shape} by {x.spec} must be {list(scale_shape)}; got {got}")
     return _DEQUANTIZE(x.data, x.scale, x.spec.text, dtype)
 
 

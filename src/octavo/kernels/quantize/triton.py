@@ -222,9 +222,8 @@ def recipe_tasks() -> dict[QuantizeTask, str]:
         for order in get_args(Order):
             for fold in _FOLDS if order == "rows" else _FOLDS[:1]:
                 tasks[QuantizeTask(first=FoldedSpec(spec=spec, fold=fold), order=order)] = f"{spec} fold={fold} {order}"
-            tasks[QuantizeTask(first=FoldedSpec(spec=spec), order=order, precomputed="scale")] = (
-                f"{spec} scale given {order}"
-            )
+            given = QuantizeTask(first=FoldedSpec(spec=spec), order=order, precomputed="scale")
+            tasks[given] = f"{spec} scale given {order}"
         tasks[QuantizeTask(first=FoldedSpec(spec=spec), order="both", precomputed="amax")] = f"{spec} amax given both"
     for r in RECIPES.values():
         for first, second in r.pairs:
