@@ -79,8 +79,6 @@ class GatheredInput(Tensor):
         tensor.rows = rows
         return tensor
 
-    def __init__(self, rows: Rows, shape: tuple[int, ...], dtype: torch.dtype) -> None: ...
-
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"GatheredInput({list(self.shape)}, {self.rows.x.spec})"
 
@@ -192,8 +190,6 @@ class ShardedWeight(Tensor):
         )  # fmt: skip
         tensor.local, tensor.gather_format = local, gather_format
         return tensor
-
-    def __init__(self, local: Tensor, gather_format: GatherFormat) -> None: ...
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.local}, gathered as {self.gather_format.spec})"

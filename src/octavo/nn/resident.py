@@ -53,8 +53,6 @@ class Fp8Weight(Tensor):
     mismatch_advice: ClassVar[str]  # What to do if a recipe needs another spec
     __torch_function__ = disabled_torch_function
 
-    def __init__(self, *arguments: object) -> None: ...
-
     @property
     def channels(self) -> ChannelScales | None:
         """Channel scales s of the data, which are those of W diag(s); None for W."""
@@ -196,8 +194,6 @@ class ResidentWeight(Fp8Weight):
         tensor: ResidentWeight = Tensor._make_wrapper_subclass(cls, *layout, dtype=dtype, device=data.device)
         tensor.data_, tensor.scale, tensor.spec, tensor.text = data, scale, spec, spec.text
         return tensor
-
-    def __init__(self, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype) -> None: ...
 
     @staticmethod
     @torch.no_grad()
@@ -404,8 +400,6 @@ class ResidentShard(ResidentWeight):
     # Scales by row, and those of experts, are sharded with the data. Others are whole on every rank: blocks may cross.
 
     rows: int  # Size of dimension 0 of the whole weight
-
-    def __init__(self, *arguments: object) -> None: ...
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype, rows: int) -> "ResidentShard":
