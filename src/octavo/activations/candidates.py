@@ -68,7 +68,9 @@ def _storage(module: nn.Module, owns_matrices: bool) -> Storage | str | None:
     if is_fully_sharded(module):
         return f"{owner.__name__} is sharded by fully_shard already: convert before sharding"
     if has_own_forward(module):
-        return f"{owner.__name__} has a forward of its own, as of accelerate, on the instance: it would not be used"
+        return (
+            f"{owner.__name__} has a forward that was replaced on the instance, as by accelerate: it would not be used"
+        )
     return spec
 
 

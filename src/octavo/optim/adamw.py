@@ -137,7 +137,9 @@ class AdamW(Optimizer):
         """
         loss = None
         if any(is_capturing(group["params"][0].device) for group in self.param_groups if group["params"]):
-            raise RuntimeError("octavo: no CUDA graph can capture an optimizer's step: call it after each replay")
+            raise RuntimeError(
+                "octavo: an optimizer's step cannot be captured into a CUDA graph: call it after each replay"
+            )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

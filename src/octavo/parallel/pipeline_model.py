@@ -129,7 +129,9 @@ def check_pipeline_structure(model: Any, stages: int) -> None:
     blocks = find_block_list(base)
     ends = all(isinstance(getattr(base, name, None), nn.Module) for name in ("norm", "embed_tokens"))
     if not (len(blocks) and ends and blocks in list(base.children())):
-        raise ValueError(f"{kind} cannot be a pipeline: it is not embed_tokens, block list, norm and head, as Llama")
+        raise ValueError(
+            f"{kind} cannot be a pipeline: it is not embed_tokens, a list of blocks, norm and a head, as Llama is"
+        )
     if len(blocks) < stages:
         raise ValueError(f"{kind} has {len(blocks)} blocks, fewer than {stages} stages: use fewer ranks, or a schedule "
                          "with one stage per rank (GPipe, 1F1B)")  # fmt: skip

@@ -53,7 +53,8 @@ def export(
     another recipe than the layout's keep their dtype, with a warning, and so do layers that were not converted.
 
     Args:
-        model: One of Transformers after `octavo.convert`; unchanged. Not sharded: `octavo export` reads checkpoints.
+        model: A model of Transformers after `octavo.convert`; unchanged. Not sharded: `octavo export` reads sharded
+            checkpoints.
         path: A folder that is new, or empty. It appears complete or not at all.
         to: `"fp8-row"`: compressed-tensors `float-quantized`, scales by row, for recipes `rowwise` and
             `rowwise_hp_wgrad`. `"fp8-block"`: DeepSeek-V3's blocks of 128×128, for `blockwise`. `"mxfp8"`:

@@ -123,8 +123,9 @@ def _check_pair(x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSp
     _check(x, fold, "fold")
     _check(x, fold_t, "fold_t")
     if (spec.format, spec.scale_rule) != (spec_t.format, spec_t.scale_rule):
-        what = "specs of one format and scale rule"
-        raise ValueError(f"quantize_pair needs {what}; got {spec} and {spec_t}: call quantize twice")
+        raise ValueError(
+            f"quantize_pair needs specs of one format and scale rule; got {spec} and {spec_t}: call quantize twice"
+        )
 
 
 def _check(x: Tensor, fold: Tensor | None, name: str) -> None:
