@@ -103,14 +103,10 @@ def _per_expert(
     return torch.cat([*results, results[0].new_zeros((tail.shape[0], w_ENK.shape[1]))])
 
 
-def _rows(weight: Tensor, transposed: bool) -> Tensor:
-    if isinstance(weight, Fp8AllGatherOutput):
-        return rows_of(weight)
-    return _matrix(weight, transposed)
-
-
 def _matrix(stack: Tensor, transposed: bool) -> Tensor:
     """Return the rows of matrices [E,R,C], or [E,C,R], as one matrix [E·R,C]."""
+    if isinstance(stack, Fp8AllGatherOutput):
+        return rows_of(stack)
     return (stack.transpose(1, 2) if transposed else stack).flatten(0, 1)
 
 
@@ -127,7 +123,7 @@ class _GroupedLinear(torch.autograd.Function):
             w = ScaledTensor(_matrix(w.data, transposed), _matrix(weight.scale, transposed), recipe.w)
             w_saved: Saved = (None, weight.data_, w.scale) if needs_dgrad else (None, None, None)
         else:
-            rows = _rows(weight, transposed)
+            rows = _matrix(weight, transposed)
             w, w_saved = forward_weight(rows, None, recipe, keep_weights, needs_dgrad, x.scale)
             if w_saved[0] is not None:
                 w_saved = weight.detach(), *w_saved[1:]  # `rows` may be a copy
@@ -148,7 +144,7 @@ class _GroupedLinear(torch.autograd.Function):
         order: Order = "columns" if needs_both_orders(g_MN.device) else "rows"
         w = dx_MK = dw = dbias_EN = None
         if needs_dgrad:
-            rows = weight if w_data is not None else _rows(weight, ctx.transposed)
+            rows = weight if w_data is not None else _matrix(weight, ctx.transposed)
             if w_data is not None and w_data.ndim == 3:  # of a resident weight, as it is stored
                 w_data = _matrix(w_data, ctx.transposed)
             w = dgrad_weight((rows, w_data, w_scale), None, recipe)

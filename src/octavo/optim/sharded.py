@@ -27,9 +27,10 @@ def splits_groups(param: Tensor, group: int) -> bool:
 
 def column_splits(param: Tensor) -> int:
     """Return the number of ranks that share the elements of a row."""
+    # Placements that shard a dimension, strided or not, name it `dim`; others do not.
     owner: Any = param
     places = enumerate(placements_of(param))
-    return math.prod(owner.device_mesh.size(at) for at, placement in places if _dim(placement) not in (None, 0))
+    return math.prod(owner.device_mesh.size(at) for at, placement in places if getattr(placement, "dim", None))
 
 
 def row_group(param: Tensor) -> dist.ProcessGroup | None:

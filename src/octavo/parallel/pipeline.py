@@ -7,7 +7,7 @@ computed. Both ends decide by the metadata that torch exchanges what travels in 
 
 import math
 from collections.abc import Iterable
-from itertools import combinations
+from itertools import combinations, repeat
 from typing import Any
 from weakref import WeakSet
 
@@ -113,8 +113,7 @@ class PipelineStage(pipelining.PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive the gradients of a micro-batch's outputs."""
-        ops = super().get_bwd_recv_ops(bwd_chunk_id)
-        ops, self._gradients[bwd_chunk_id] = self._receiving(ops, [True] * len(ops))
+        ops, self._gradients[bwd_chunk_id] = self._receiving(super().get_bwd_recv_ops(bwd_chunk_id))
         return ops
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -133,8 +132,7 @@ class PipelineStage(pipelining.PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send the gradients of a micro-batch's inputs."""
-        ops = super().get_bwd_send_ops(bwd_chunk_id)
-        return self._sending(ops, [True] * len(ops))
+        return self._sending(super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs of a micro-batch from the activations received, or from `args` in the first stage."""
@@ -169,7 +167,7 @@ class PipelineStage(pipelining.PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _receiving(
-        self, ops: list[dist.P2POp], differentiable: Iterable[bool]
+        self, ops: list[dist.P2POp], differentiable: Iterable[bool] = repeat(True)
     ) -> tuple[list[dist.P2POp], list[tuple[Tensor, Tensor]]]:
         """Return operations that receive messages, and pairs of buffer and message to decode."""
         result, received = [], []
@@ -182,7 +180,7 @@ class PipelineStage(pipelining.PipelineStage):
             result.append(op)
         return result, received
 
-    def _sending(self, ops: list[dist.P2POp], differentiable: Iterable[bool]) -> list[dist.P2POp]:
+    def _sending(self, ops: list[dist.P2POp], differentiable: Iterable[bool] = repeat(True)) -> list[dist.P2POp]:
         result = []
         for op, has_gradient in zip(ops, differentiable, strict=False):
             if self._spec is not None and has_gradient and _is_activation(op.tensor):

@@ -76,10 +76,6 @@ def _run(gate: Tensor, up: Tensor, activation: str, spec: str, order: str) -> li
     return outputs
 
 
-def _fake(gate: Tensor, up: Tensor, activation: str, spec: str, order: str) -> list[Tensor]:
-    return empty_outputs(gate, optional_spec(spec), order)
-
-
 def _run_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool) -> list[Tensor]:
     outputs: list[Tensor] = GLU_BACKWARD.choose(gate.device, (activation,)).run(grad, gate, up, activation, joined)
     return outputs
@@ -90,5 +86,5 @@ def _fake_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, join
     return [gate.new_empty((rows, 2 * columns))] if joined else [gate.new_empty(gate.shape) for _ in range(2)]
 
 
-define("glu", _run, _fake)
+define("glu", _run, lambda gate, up, activation, spec, order: empty_outputs(gate, optional_spec(spec), order))
 define("glu_backward", _run_backward, _fake_backward)
