@@ -148,8 +148,7 @@ class Watch(Displayed):
         for (name, operand), counted in sorted(accumulators.items(), key=lambda item: -item[1].maxima[-1].item()):
             layer = layers[name]
             weight: Any = layer.module.weight
-            whole = weight.numel()
-            copies = counted.sums[0].item() / whole if operand == "w" else 1.0
+            copies = counted.sums[0].item() / weight.numel() if operand == "w" else 1.0
             row = as_stats((name, operand), counted, step=self.number, recipe=layer.label, what_if=names, copies=copies)
             if operand == "x" and name in sample.channels:
                 exponents = sample.channels[name].exponents().sort().values

@@ -205,8 +205,7 @@ def _decide(
 ) -> Decision:  # fmt: skip
     """Decide one linear, given a `Layer` for each of its names: convert it if no name excludes it."""
     first = names[0]
-    reason = obstacle(first.module)
-    if reason is not None:
+    if (reason := obstacle(first.module)) is not None:
         return Decision(recipe=None, reason=reason)
     if head is not None:
         return Decision(recipe=None, reason=f"{HEAD_REASON} ({head}) kept in high precision")

@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
 from itertools import chain
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -53,20 +54,16 @@ cuda_driver_version: Callable[[], int] = getattr(torch._C, "_cuda_getDriverVersi
 has_bf16_instructions = torch.cpu._is_avx512_bf16_supported
 
 _DISTRIBUTED = {  # Private names of packages that are slow to import: imported when they are asked for
-    "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    "compute_local_shape_and_global_offset": (
-        "torch.distributed.tensor._utils",
-        "compute_local_shape_and_global_offset",
-    ),
-    "get_default_store": ("torch.distributed.distributed_c10d", "_get_default_store"),
+    "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
+    "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
+    "get_default_store": "torch.distributed.distributed_c10d:_get_default_store",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _DISTRIBUTED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, private = _DISTRIBUTED[name]
-    value = globals()[name] = getattr(import_module(module), private)
+    value = globals()[name] = resolve_name(_DISTRIBUTED[name])
     return value
 
 

@@ -186,9 +186,7 @@ def write(model: "PreTrainedModel", folder: Path, layout: ExportLayout | None, m
             stored = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
             final[f"{name.removesuffix('.weight')}.{layout.scale_name}"] = stored.contiguous()
     with no_progress_bar():
-        type(model).save_pretrained(
-            model, folder, state_dict=final, save_original_format=False, max_shard_size=max_shard_size
-        )
+        save(model, folder, state_dict=final, save_original_format=False, max_shard_size=max_shard_size)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = layout.quantization_config(_ignored(model, high_precision))
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
