@@ -53,7 +53,7 @@ class PipelineStage(pipelining.PipelineStage):
         RuntimeError: Before torch 2.13, whose stages do not exchange the metadata that this class needs. From the first
             backward, if a zero-bubble schedule meets weights that FSDP2 frees after forward.
 
-    Parameters that stages on different ranks share, as tied embeddings, become separate ones: no rank sees both.
+    Parameters that stages on different ranks share, as tied embeddings, silently become separate: no rank sees both.
 
     Examples:
         Under `torchrun`, on each rank:

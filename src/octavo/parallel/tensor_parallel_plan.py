@@ -83,7 +83,7 @@ def tensor_parallel(
     Raises:
         TypeError: If `model` is not a module or `mesh` not a `DeviceMesh`.
         ValueError: For a model that cannot be distributed so (docs/parallel.md), or if ranks differ; on every rank, and
-            the model is left as it was. In a forward: if ranks do not divide a sequence; in the first, if inputs vary.
+            the model stays as it was. In a forward: if ranks do not divide a sequence; in the first, if inputs differ.
 
     Examples:
         Under `torchrun`, on each rank:
@@ -285,10 +285,7 @@ def _divide_tokens(model: nn.Module, mesh: DeviceMesh, plan: Styles, fp8_gather:
     exchange = TokenExchange(mesh=mesh, sequence_dim=-2, fp8_gather=fp8_gather, fp8_reduce=fp8_reduce)
     first = find_block_list(model)[0]
     if not isinstance(first, Absent):
-        split = partial(split_tokens, mesh=mesh)
-        first.register_forward_pre_hook(
-            lambda _, args, kwargs: _with_hidden_states(args, kwargs, split), with_kwargs=True
-        )
+        first.register_forward_pre_hook(partial(_split_input, mesh), with_kwargs=True)
     readers: dict[str, list[nn.Module]] = {}
     for name, style in plan.items():
         if isinstance(style, _ColwiseOfGathered):
@@ -296,6 +293,10 @@ def _divide_tokens(model: nn.Module, mesh: DeviceMesh, plan: Styles, fp8_gather:
     for name, linears in readers.items():
         hook = partial(_gather_attention_input, exchange, EqualShapes(mesh, KIND), linears)
         model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _split_input(mesh: DeviceMesh, block: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    return _with_hidden_states(args, kwargs, lambda x: split_tokens(x, mesh))
 
 
 def _gather_attention_input(

@@ -320,7 +320,7 @@ def traced_scaled_mm(
 
 
 def _traced_vector(operand: Operand, size: int) -> Tensor:
-    # Slices of one reduction: Inductor computes it once for all products of a graph, but fills a constant for each.
+    # Unit scales are slices of one reduction: Inductor computes it once for a graph's products, a constant for each.
     if operand.scale is not None:
         return operand.scale.reshape(-1)
     length = size + -size % _UNIT_SCALES
