@@ -5,7 +5,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from octavo.comm.encoding import parse_spec
+from octavo.comm.encoding import as_rows, pack, parse_spec, unpack, width
 from octavo.numerics.spec import ADAPTIVE, FULL
 
 SPECS = ("fp8/1x128", "e4m3/1x128", "e4m3/row", "e4m3/tensor", "e4m3/1x32/e8m0", "e5m2/row", "e5m2/1x64/pow2")
@@ -61,6 +61,14 @@ def of_formats(rows, amax):
         ], 1)  # fmt: skip
         relative, smallest = torch.where(fits, fine, relative), torch.where(fits, amax / coarse, smallest)
     return relative, (smallest * (1 + 2**-20)).clamp_min(2.0**-130)
+
+
+def arrived(x, spec):
+    """What a rank reads of a message of x."""
+    rows, form = as_rows(x), parse_spec(spec)
+    message = pack(rows, form)
+    assert message.dtype == torch.uint8 and message.shape == (rows.shape[0], width(rows.shape[1], form))
+    return unpack(message, rows.shape[1], form, x.dtype).view(x.shape)
 
 
 def assert_within(result, exact, limit, what):

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cases import DTYPES, SHAPES, SPECS, assert_equal_on_all_ranks, assert_within, bound, same_bits, values
+from cases import DTYPES, SHAPES, SPECS, arrived, assert_equal_on_all_ranks, assert_within, bound, same_bits, values
 
 from collective_recorder import CollectiveRecorder
 from octavo import comm
@@ -27,40 +27,48 @@ def cases(shapes):
     return cases + [(comm.DEFAULT_SPEC, torch.float32, shape) for shape in shapes]
 
 
-def everyones(shape, dtype, seed=0):
-    return [values(shape, rank, seed, dtype) for rank in range(dist.get_world_size())]
+def place(group):
+    """The ranks of a group, and this rank's number among them."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank(group)
 
 
-def gather_job():
+def everyones(shape, dtype, ranks):
+    return [values(shape, rank, dtype=dtype) for rank in ranks]
+
+
+def gather_job(group=None):
+    ranks, _ = place(group)
     for spec, dtype, shape in cases((*SHAPES, ())):
         what = f"all_gather {spec} {dtype} {shape}"
-        mine, all_ = values(shape, dtype=dtype), everyones(shape, dtype)
+        mine, all_ = values(shape, dtype=dtype), everyones(shape, dtype, ranks)
         before = mine.clone()
-        result = comm.all_gather(mine, spec=spec)
+        result = comm.all_gather(mine, group, spec=spec)
         parts = [x.view(1) if x.ndim == 0 else x for x in all_]
         limit = torch.cat([bound(x, spec).view(p.shape) for x, p in zip(all_, parts, strict=True)])
         assert result.dtype == dtype
         assert_within(result, torch.cat(parts), limit, what)
-        assert_equal_on_all_ranks(result, what)
+        assert_equal_on_all_ranks(result, what, group)
         assert same_bits(mine, before)
-        assert same_bits(comm.all_gather(mine, spec=spec, async_op=True).wait(), result), what
+        assert same_bits(comm.all_gather(mine, group, spec=spec, async_op=True).wait(), result), what
 
 
-def reduce_scatter_job():
-    world, rank = dist.get_world_size(), dist.get_rank()
+def reduce_scatter_job(group=None):
+    ranks, rank = place(group)
+    world = len(ranks)
     for spec, dtype, shape in cases(SHAPES):
         shape = (world * shape[0], *shape[1:])
-        all_ = everyones(shape, dtype)
+        all_ = everyones(shape, dtype, ranks)
         limits = sum(bound(x, spec, parts=world) for x in all_)
         exact = sum(x.double() for x in all_)
         for op, share in (("sum", 1), ("avg", world)):
             what = f"reduce_scatter {op} {spec} {dtype} {shape}"
-            result = comm.reduce_scatter(all_[rank], op=op, spec=spec)
+            result = comm.reduce_scatter(all_[rank], group, op=op, spec=spec)
             mine = (exact / share).chunk(world)[rank] if shape[0] else exact
             limit = (limits / share).chunk(world)[rank] if shape[0] else limits
             assert result.dtype == dtype
             assert_within(result, mine, limit + rounding(mine, limit, dtype, world), what)
-            assert same_bits(comm.reduce_scatter(all_[rank], op=op, spec=spec, async_op=True).wait(), result), what
+            later = comm.reduce_scatter(all_[rank], group, op=op, spec=spec, async_op=True)
+            assert same_bits(later.wait(), result), what
 
 
 def rounding(exact, limit, dtype, world):
@@ -68,26 +76,24 @@ def rounding(exact, limit, dtype, world):
     return (exact.abs() + limit) * (info.eps / 2 + world * 2.0**-24) + info.smallest_normal * info.eps
 
 
-def all_reduce_job():
-    world = dist.get_world_size()
+def all_reduce_job(group=None):
+    ranks, _ = place(group)
+    world = len(ranks)
     for spec, dtype, shape in cases((*SHAPES, ())):
-        all_ = everyones(shape, dtype)
-        flat = [flattened(x, world, spec) for x in all_]
+        flat = [flattened(x, world, spec) for x in everyones(shape, dtype, ranks)]
         for op, share in (("sum", 1), ("avg", world)):
             what = f"all_reduce {op} {spec} {dtype} {shape}"
-            result = comm.all_reduce(values(shape, dtype=dtype), op=op, spec=spec)
+            result = comm.all_reduce(values(shape, dtype=dtype), group, op=op, spec=spec)
             exact = sum(x.double() for x in flat) / share
             first = sum(bound(x.float(), spec) for x in flat) / share
-            # The second rounding is that of a sum as far off as `first` says.
-            second = bound((exact.abs() + first).float(), spec)
+            second = bound(sum(arrived(x.float(), spec) for x in flat) / share, spec)  # of the sum that is sent
             limit = (first + second).view(-1)[: result.numel()].view(shape)
             exact = exact.view(-1)[: result.numel()].view(shape)
             assert result.dtype == dtype
             assert_within(result, exact, limit + rounding(exact, limit, dtype, world), what)
-            assert_equal_on_all_ranks(result, what)
-            assert same_bits(
-                comm.all_reduce(values(shape, dtype=dtype), op=op, spec=spec, async_op=True).wait(), result
-            )
+            assert_equal_on_all_ranks(result, what, group)
+            later = comm.all_reduce(values(shape, dtype=dtype), group, op=op, spec=spec, async_op=True)
+            assert same_bits(later.wait(), result), what
 
 
 def flattened(x, world, spec):
@@ -96,68 +102,46 @@ def flattened(x, world, spec):
     return torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % (world * group))).view(world, -1)
 
 
-def all_to_all_job():
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tables = {
-        "equal": [[2] * world] * world,
-        "uneven": [[(3 * a + 5 * b) % 4 for b in range(world)] for a in range(world)],
-        "one to all": [[int(a == 0)] * world for a in range(world)],
-        "all to one": [[int(b == 1) for b in range(world)]] * world,
-        "nothing": [[0] * world] * world,
-    }
-    for name, table in tables.items():
-        sent, received = table[rank], [row[rank] for row in table]
-        for spec, dtype, rest in [*((*form, (200,)) for form in FORMS), (comm.DEFAULT_SPEC, DTYPES[1], (3, 7))]:
-            what = f"all_to_all_single {name} {spec} {dtype}"
-            all_ = [values((sum(row), *rest), r, dtype=dtype) for r, row in enumerate(table)]
-            result = comm.all_to_all_single(all_[rank], received, sent, spec=spec)
-            exact = torch.cat([x.split(t)[rank] for x, t in zip(all_, table, strict=True)])
-            limit = torch.cat([bound(x, spec).split(t)[rank] for x, t in zip(all_, table, strict=True)])
-            assert_within(result, exact, limit, what)
-            later = comm.all_to_all_single(all_[rank], received, sent, spec=spec, async_op=True)
-            assert same_bits(later.wait(), result), what
-            if name == "equal":
-                assert same_bits(comm.all_to_all_single(all_[rank], spec=spec), result), what
-
-
-def all_to_all_vector_job():
-    """Vectors, as torch's takes them: any splits, each rank's part rounded as one row."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    tables = {
-        "equal": [[130] * world] * world,
-        "uneven": [[(37 * a + 91 * b) % 300 for b in range(world)] for a in range(world)],
-        "single elements": [[(a + b) % 2 for b in range(world)] for a in range(world)],
-        "one to all": [[9 * (a == 0)] * world for a in range(world)],
-        "all to one": [[200 * (b == 1) for b in range(world)]] * world,
-        "nothing": [[0] * world] * world,
-    }
-    for name, table in tables.items():
-        sent, received = table[rank], [row[rank] for row in table]
-        for spec, dtype in FORMS:
-            what = f"all_to_all_single of vectors {name} {spec} {dtype}"
-            all_ = [values((sum(row),), r, dtype=dtype) for r, row in enumerate(table)]
+def all_to_all_job(group=None):
+    """Rows, and elements of vectors, as torch's takes them: any splits, each rank's part of a vector one row."""
+    ranks, rank = place(group)
+    world = len(ranks)
+    rows, vectors = ((4, (200,)), (300, ()))
+    forms = [(*kind, *form) for kind in (rows, vectors) for form in FORMS]
+    for most, rest, spec, dtype in (*forms, (4, (3, 7), comm.DEFAULT_SPEC, DTYPES[1])):
+        tables = {
+            "equal": [[most // 2] * world] * world,
+            "uneven": [[(37 * a + 91 * b) % most for b in range(world)] for a in range(world)],
+            "single": [[(a + b) % 2 for b in range(world)] for a in range(world)],
+            "one to all": [[most // 2 * (a == 0)] * world for a in range(world)],
+            "all to one": [[most // 2 * (b == 1) for b in range(world)]] * world,
+            "nothing": [[0] * world] * world,
+        }
+        for name, table in tables.items():
+            what = f"all_to_all_single {name} {spec} {dtype} {rest}"
+            sent, received = table[rank], [row[rank] for row in table]
+            exchange = partial(comm.all_to_all_single, group=group)
+            all_ = [values((sum(row), *rest), r, dtype=dtype) for r, row in zip(ranks, table, strict=True)]
             x, parts = all_[rank], [a.split(t)[rank] for a, t in zip(all_, table, strict=True)]
-            result = comm.all_to_all_single(x, received, sent, spec=spec)
-            plain = torch.empty(sum(received), dtype=torch.float32)
-            dist.all_to_all_single(plain, x.float(), received, sent)
-            assert result.dtype == dtype and torch.equal(plain, torch.cat(parts).float())
-            assert_within(result, plain, torch.cat([bound(part, spec) for part in parts]), what)
-            strided = torch.stack([x, x], 1)[:, 0]
-            later = comm.all_to_all_single(strided, received, sent, spec=spec, async_op=True)
+            limits = [bound(a, spec).split(t)[rank] for a, t in zip(all_, table, strict=True)] if rest else [
+                bound(part, spec) for part in parts
+            ]  # fmt: skip
+            result = exchange(x, received, sent, spec=spec)
+            assert result.dtype == dtype
+            assert_within(result, torch.cat(parts), torch.cat(limits), what)
+            strided = torch.stack([x, x], -1)[..., 0]
+            later = exchange(strided, received, sent, spec=spec, async_op=True)
             strided.zero_()
             assert same_bits(later.wait(), result), what
             if name in ("equal", "nothing"):
-                assert same_bits(comm.all_to_all_single(x, spec=spec), result), what
-                assert same_bits(comm.all_to_all_single(x, [], [], spec=spec), result), what
+                assert same_bits(exchange(x, spec=spec), result), what
+                assert same_bits(exchange(x, [], [], spec=spec), result), what
             leaf = x.clone().requires_grad_()
-            y = comm.all_to_all_single(leaf, received, sent, spec=spec, backward_spec="e5m2/row")
+            y = exchange(leaf, received, sent, spec=spec, backward_spec="e5m2/row")
             weights = values(y.shape, seed=7, dtype=dtype)
             (y * weights).sum().backward()
             assert same_bits(y, result), what
-            assert same_bits(leaf.grad, comm.all_to_all_single(weights, sent, received, spec="e5m2/row")), what
-    with CollectiveRecorder() as tap:
-        comm.all_to_all_single(torch.ones(256 * world, dtype=torch.bfloat16))
-    assert len(tap.calls) == 1 and tap.bytes("alltoall_base_") == world * (256 + 16)
+            assert same_bits(leaf.grad, exchange(weights, sent, received, spec="e5m2/row")), what
 
 
 def all_to_all_list_job():
@@ -213,56 +197,27 @@ def nonfinite_job():
         assert moved.isnan().sum() == (128 if rank == 0 else 0)
 
 
+OF_GROUPS = (gather_job, reduce_scatter_job, all_reduce_job, all_to_all_job)
+JOBS = (*OF_GROUPS, all_to_all_list_job, strides_job, nonfinite_job)
+
+
 @pytest.mark.thorough
 @on_ranks(4)
 def test_groups_that_are_not_the_world():
     """Two groups of two at once; a process outside of a group is told so."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     rank = dist.get_rank()
-    members = [[0, 2], [1, 3]]
-    groups = [dist.new_group(ranks) for ranks in members]
-    group, ranks = groups[rank % 2], members[rank % 2]
-    x = values((4, 200))
-    all_ = [values((4, 200), other) for other in ranks]
-    assert_within(
-        comm.all_gather(x, group), torch.cat(all_), torch.cat([bound(a, comm.DEFAULT_SPEC) for a in all_]), "gather"
-    )
-    limit = sum(bound(a, comm.DEFAULT_SPEC) for a in all_)
-    exact = sum(a.double() for a in all_)
-    mine = ranks.index(rank)
-    limit = limit + rounding(exact, limit, torch.float32, 2)
-    assert_within(comm.reduce_scatter(x, group), exact.chunk(2)[mine], limit.chunk(2)[mine], "reduce_scatter")
-    result = comm.all_reduce(x, group, op="avg")
-    assert_equal_on_all_ranks(result, "all_reduce", group)
-    summed, first = (
-        sum(flattened(a, 2, comm.DEFAULT_SPEC).double() for a in all_),
-        flattened(limit, 2, comm.DEFAULT_SPEC),
-    )
-    second = bound((summed.abs() + first).float(), comm.DEFAULT_SPEC).view(-1)[: x.numel()].view(x.shape)
-    assert_within(result, exact / 2, limit + second, "all_reduce")
-    moved = comm.all_to_all_single(x, [(1, 3)[mine]] * 2, [1, 3], group)
-    part = (slice(0, 1), slice(1, 4))[mine]
-    limits = torch.cat([bound(a, comm.DEFAULT_SPEC)[part] for a in all_])
-    assert_within(moved, torch.cat([a[part] for a in all_]), limits, "all_to_all_single")
+    for job in OF_GROUPS:
+        job(groups[rank % 2])
     with pytest.raises(ValueError, match="not a member of the given group"):
-        comm.all_gather(x, groups[1 - rank % 2])
+        comm.all_gather(torch.ones(1), groups[1 - rank % 2])
 
 
 @pytest.mark.thorough
 @on_ranks(1)
 def test_a_world_of_one_rank():
-    x = values((4, 200))
-    for result in (comm.all_gather(x), comm.reduce_scatter(x), comm.all_to_all_single(x)):
-        assert_within(result, x, bound(x, comm.DEFAULT_SPEC), "alone")
-    flat = flattened(x, 1, comm.DEFAULT_SPEC)
-    assert_within(
-        comm.all_reduce(x).view(-1), x.view(-1), 2.1 * bound(flat, comm.DEFAULT_SPEC).view(-1)[: x.numel()], "alone"
-    )
-
-
-JOBS = (
-    gather_job, reduce_scatter_job, all_reduce_job, all_to_all_job, all_to_all_vector_job, all_to_all_list_job,
-    strides_job, nonfinite_job,
-)  # fmt: skip
+    for job in OF_GROUPS:
+        job()
 
 
 @pytest.mark.thorough
@@ -403,7 +358,7 @@ def test_detailed_checks_compare_calls():
             with pytest.raises(ValueError, match="the calls of the ranks of the group do not fit") as error:
                 call()
             errors.append(str(error.value))
-        for job in (gather_job, reduce_scatter_job, all_reduce_job, all_to_all_job, all_to_all_list_job):
+        for job in (*OF_GROUPS, all_to_all_list_job):
             job()
         assert exchange_rows(x[:4], [2, 2], [2, 2], None, fp8=False).shape == (4, 64)
     finally:

@@ -1,19 +1,12 @@
 import pytest
 import torch
-from cases import DTYPES, SHAPES, SPECS, assert_within, bound, values
+from cases import DTYPES, SHAPES, SPECS, arrived, assert_within, bound, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.comm import encoding
-from octavo.comm.encoding import as_rows, pack, parse_spec, unpack, width
+from octavo.comm.encoding import pack, parse_spec, unpack, width
 from octavo.numerics.error import sqnr
-
-
-def arrived(x, spec):
-    rows, form = as_rows(x), parse_spec(spec)
-    message = pack(rows, form)
-    assert message.dtype == torch.uint8 and message.shape == (rows.shape[0], width(rows.shape[1], form))
-    return unpack(message, rows.shape[1], form, x.dtype).view(x.shape)
 
 
 @pytest.mark.parametrize("spec", SPECS)
