@@ -1,14 +1,18 @@
-"""The GPU runner and what it ends with, without a GPU: stages that crash and hang, targets, the document."""
+"""The suite and its GPU runner, without a GPU: stages that crash and hang, targets, result files, the document."""
 
 import argparse
 import importlib
 import json
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from benchmarks import gpu, layer, performance, session, shapes
+from benchmarks import __main__, environment, gpu, layer, linear, performance, session, shapes
 from benchmarks.gpu import Part
+
+from support.sessions import session_of
 
 STAGES = {
     "good": "print('note: no torchao', flush=True); time.sleep(0.2)",
@@ -19,21 +23,14 @@ if len(rows) < 2: print("about to die"); os.abort()
 path.write_text(json.dumps({"rows": rows, "stopped": "done"}))
 """,
     "hang": "path.write_text(json.dumps({'rows': [], 'running': {}})); print('asleep', flush=True); time.sleep(60)",
-    "chatty": "for i in range(10): print(i, flush=True); time.sleep(0.2)",
     "hang once": """
 if path.exists(): path.write_text(json.dumps({"rows": [{"n": 1}], "stopped": "done"}))
 else: path.write_text(json.dumps({"rows": [], "running": {"n": 1}, "limit_s": 0.3})); time.sleep(60)
 """,
     "broken": "import no_such_module",
-    "broken too": "import no_such_module",
     "lost": f"""
 if path.exists(): print("lost: no GPU works: CUDA error: unspecified"); sys.exit({session.NO_GPU})
 path.write_text(json.dumps({{"rows": [{{"n": 1, "error": "CUDA error"}}]}})); sys.exit("the GPU failed")
-""",
-    "tests": """
-print("tests/test_gpu.py::test_a PASSED [ 1%]", flush=True)
-try: time.sleep(60)
-except KeyboardInterrupt: print("tests/test_gpu.py::test_b FAILED"); sys.exit(2)
 """,
 }
 
@@ -84,8 +81,8 @@ def test_a_stage_that_cannot_start_is_not_tried_again(runner):
     assert [path.name for path in runner.out.iterdir()].count("broken.json.before") == 0
 
 
-def spend(runner, parts, seconds, after=lambda: None, limit=60.0):
-    gpu.spend(runner, parts, time.time() + seconds, limit, after)
+def spend(runner, parts, seconds, after=lambda: None):
+    gpu.spend(runner, parts, time.time() + seconds, 60.0, after)
 
 
 def test_the_most_important_parts_run_and_leave_the_others_their_time(runner, capsys):
@@ -124,3 +121,114 @@ def test_every_part_has_rows(tmp_path, monkeypatch):
 def test_the_committed_document_is_what_the_results_give():
     page = performance.DOCUMENT.read_text()
     assert page == performance.document(performance.RESULTS), "run `python -m benchmarks performance`"
+
+
+# --- the suite: its shapes, its recovery, result files ---
+
+
+ROOT = Path(__file__).parent.parent
+NO_PEERS = ["--peers", "nowhere"]
+
+
+@pytest.fixture
+def linears(tmp_path):
+    return session_of("linear", tmp_path)
+
+
+def test_shapes_are_sets_or_sizes():
+    words = ("targets", "16384,4096,14336", "1,2,3")
+    assert shapes.each_once(map(shapes.of, words)) == [*shapes.TARGETS, (1, 2, 3)]
+    for wrong in ("cube", "1,2", "1,2,x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="neither a named set"):
+            shapes.of(wrong)
+
+
+def test_a_failing_row_is_kept_and_the_next_runs(linears):
+    linears.attempt({"arm": "broken"}, lambda: 1 / 0)
+    linears.attempt({"arm": "good"}, lambda: {"kernel_ms": 1.0})
+    kept = json.loads(linears.paths[0].read_text())["rows"]
+    assert "ZeroDivisionError" in kept[0]["error"] and kept[1]["kernel_ms"] == 1.0
+    assert linears.attempt({"arm": "good"}, lambda: pytest.fail("made twice"))["kernel_ms"] == 1.0
+
+
+def test_resuming_leaves_out_what_took_the_process_down(linears):
+    content = {"rows": [{"arm": "good", "kernel_ms": 1.0}], "running": {"arm": "deadly"}, "ceilings": {"copy_tbs": 9.0}}
+    linears.take_up(content)
+    for arm in ("good", "deadly"):
+        linears.attempt({"arm": arm}, lambda: pytest.fail("run again"))
+    assert "crashed or hung" in linears.rows[1]["error"] and linears.facts["ceilings"] == {"copy_tbs": 9.0}
+
+
+def test_only_the_parts_asked_for_run(linears):
+    linears.only = ["product", "4096"]
+    identities = [
+        {"stage": "product", "shape": "1"},
+        {"shape": "4096"},
+        {"stage": "fused", "shape": "4096"},
+        {"stage": "x"},
+    ]
+    ran = [linears.attempt(identity, dict) is not None for identity in identities]
+    assert ran == [True, True, False, False]
+    linears.only, linears.without = [], ["fused"]
+    assert [linears.attempt(identity, dict) is not None for identity in identities] == [True, True, False, True]
+
+
+def test_a_stage_that_needs_a_gpu_ends_without_one():
+    with pytest.raises(SystemExit) as end:
+        linear.main(["--require-gpu", *NO_PEERS])
+    assert end.value.code == session.NO_GPU
+
+
+def test_every_benchmark_explains_itself(capsys):
+    for name in __main__.NAMES:
+        if name == "sass":
+            continue
+        with pytest.raises(SystemExit) as end:
+            __main__.main([name, "--help"])
+        assert end.value.code == 0 and f"python -m benchmarks {name}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="there is no benchmark 'lnear'"):
+        __main__.main(["lnear"])
+
+
+@pytest.mark.slow
+def test_the_gpu_runner_rehearses_every_stage(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--rehearse", "--quick", "--out", str(tmp_path)]
+    command += ["--caches", str(tmp_path / "caches")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.count("timed nothing: no GPU") == 1
+    stages = {stage["stage"]: stage for stage in json.loads((tmp_path / "gpu.json").read_text())["stages"]}
+    assert set(stages) == set(gpu.STAGES)
+    assert {stage["ended"] for stage in stages.values()} == {"done"}, stages
+    assert all(stage["rows"] and not stage["failed"] for stage in stages.values()), stages
+
+
+def test_what_is_interrupted_leaves_the_old_file(tmp_path):
+    path = tmp_path / "planner.md"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), environment.replacing(path) as scratch:
+        scratch.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    environment.write_text(path, "new × ü")
+    assert path.read_text(encoding="utf-8") == "new × ü" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_session_replaces_the_kept_result_at_its_end_and_resumes_what_it_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "RESULTS", tmp_path)
+    path = tmp_path / "cpu" / "linear.json"
+    environment.write_json(path, {"rows": ["old"]})
+    options = session.parser("linear", None)
+    run = session.begin(options, NO_PEERS, times_cpus=True)
+    run.attempt({"n": 1}, lambda: {"ms": 1.0})
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.attempt({"n": 2}, interrupted)
+    assert json.loads(path.read_text()) == {"rows": ["old"]}
+    again = session.begin(options, [*NO_PEERS, "--resume"], times_cpus=True)
+    assert [row["n"] for row in again.rows] == [1, 2]
+    again.finish()
+    assert [row["n"] for row in json.loads(path.read_text())["rows"]] == [1, 2]
+    assert [each.name for each in path.parent.iterdir()] == ["linear.json"]

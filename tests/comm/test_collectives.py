@@ -291,6 +291,9 @@ def test_bytes_on_the_wire():
         comm.all_to_all_single(x)
     moved = [fp8.bytes("alltoall_base_"), x.nbytes]
     with CollectiveRecorder() as fp8:
+        comm.all_to_all_single(torch.ones(256 * world, dtype=torch.bfloat16))  # a row for each rank
+    assert len(fp8.calls) == 1 and fp8.bytes("alltoall_base_") == world * (256 + 16)
+    with CollectiveRecorder() as fp8:
         comm.all_to_all([torch.empty_like(part) for part in x.chunk(world)], list(x.chunk(world)))
     assert fp8.bytes("alltoall_base_") == moved[0] and len(fp8.calls) == 1
     counted = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce, "all_to_all": moved}
@@ -367,3 +370,54 @@ def test_detailed_checks_compare_calls():
     assert "all_gather: " in errors[0] and "rank 0 ([4, 64], 'e4m3/1x128'); rank 1 ([6, 64], 'e4m3/1x128')" in errors[0]
     assert "rank 0 ([64], 'e4m3/1x128'), sends [2, 2], receives [1, 3]" in errors[4]
     assert "'e4m3/row'); rank 1" in errors[5]
+
+
+@on_ranks(3)
+def test_ring():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    after, before = (rank + 1) % world, (rank - 1) % world
+    for spec, dtype, shape in [
+        *((spec, DTYPES[index % 3], (6, 130)) for index, spec in enumerate(SPECS)),
+        *((comm.DEFAULT_SPEC, torch.bfloat16, shape) for shape in (*SHAPES, ())),
+    ]:
+        exact = values(shape, before, dtype=dtype)
+        sending = comm.isend(values(shape, dtype=dtype), after, spec=spec)
+        result = comm.recv(shape, before, dtype=dtype, spec=spec)
+        sending.wait()
+        assert result.dtype == dtype
+        assert_within(result, exact, bound(exact, spec), f"{spec} {dtype} {shape}")
+
+
+@on_ranks(2)
+def test_several_under_way():
+    """Several at once, told apart by tags; what was sent may change; another dtype than the sender's."""
+    rank = dist.get_rank()
+    xs = [values((3, 200), 0, seed=seed) for seed in range(3)]
+    if rank == 0:
+        copies = [x.clone().requires_grad_() for x in xs]
+        sending = [comm.isend(x, 1, tag=seed) for seed, x in enumerate(copies)]
+        with torch.no_grad():
+            for x in copies:
+                x.zero_()
+        for pending in sending:
+            pending.wait()
+        comm.send(xs[0], 1)
+    else:
+        coming = {seed: comm.irecv((3, 200), 0, dtype=torch.float32, tag=seed) for seed in (2, 0, 1)}
+        for seed, pending in coming.items():
+            result = pending.wait()
+            assert not result.requires_grad
+            assert_within(result, xs[seed], bound(xs[seed], comm.DEFAULT_SPEC), f"tag {seed}")
+        half = comm.recv((3, 200), 0, dtype=torch.bfloat16)
+        assert half.dtype == torch.bfloat16
+        assert_within(half, xs[0], bound(xs[0], comm.DEFAULT_SPEC) + xs[0].abs() * 2**-8, "bf16")
+
+
+@on_ranks(2)
+def test_bytes():
+    if dist.get_rank() == 0:
+        with CollectiveRecorder() as tap:
+            comm.send(torch.ones(64, 512, dtype=torch.bfloat16), 1)
+        assert [(call.bytes, call.dtype) for call in tap.calls] == [(64 * (512 + 16), torch.uint8)]
+    else:
+        comm.recv((64, 512), 0, dtype=torch.bfloat16)

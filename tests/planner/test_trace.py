@@ -1,6 +1,7 @@
-"""What one forward does, read off it; and the step that follows from it, by hand."""
+"""What one forward does, read off it; and what follows from it, by hand: a step, what GPUs send, pipelines."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,22 @@ from octavo.planner.few_blocks import Stack, copy_with_blocks
 from octavo.planner.roofline import LinearCall, bf16_linear
 from octavo.planner.step import (
     CHECKPOINTING,
+    COPIES,
+    GRADIENTS,
+    STAGES,
+    WEIGHTS,
+    Action,
     StepConfig,
+    StepTime,
     bytes_saved_by_fp8_gather,
+    collective,
+    exchanged,
     layout_settings,
     linear_costs,
+    most_in_flight,
+    pipeline_time,
+    sharded,
+    simulate,
     step_time,
 )
 from octavo.planner.trace import Trace, Work, extrapolate_trace, trace
@@ -213,13 +226,148 @@ def test_neighbours_that_share_layers_set_shards_apart(apart, gather, reduce):
     assert (setting.fp8_gather, setting.fp8_reduce) == (gather, reduce)
 
 
-def test_gpus_that_copies_do_not_divide():
-    with pytest.raises(ValueError, match="dp_replicate = 3"):
-        layout_settings(8, Parallel(dp_replicate=3))
-
-
 def test_eager_code_waits_for_its_host():
     slow = predicted(StepConfig(), replace(H100, host_us=1e4))
     launches = 3 + 3 * (len(TRACE.rest) + len(TRACE.products))
     assert slow.seconds - slow.optimizer == pytest.approx(launches * 1e-2)
     assert predicted(StepConfig(eager=False), replace(H100, host_us=1e4)).waiting == 0
+
+
+# --- what a GPU sends ---
+
+
+MODEL = SimpleNamespace(parameters=1000, trained=800, experts=400)
+
+
+@pytest.mark.parametrize(
+    ("op", "ranks", "apart", "seconds"),
+    [
+        ("all-gather", 8, 1, 7 / 8 / 100),
+        ("all-to-all", 8, 1, 7 / 8 / 100),
+        ("all-gather", 64, 1, 7 / 8 / (8 * 10)),  # by eight links at once
+        ("reduce-scatter", 64, 1, 7 / 8 / (8 * 10)),
+        ("all-to-all", 64, 1, 56 / 64 / 10),  # each by its own, nothing added up
+        ("all-reduce", 8, 8, 2 * 7 / 8 / 10),  # one of eight groups side by side
+    ],
+)
+def test_seconds_of_a_gigabyte(op, ranks, apart, seconds):
+    """100 GB/s inside a machine, 10 between: half of what the links have."""
+    gpu = replace(H100, link_gbs=200, network_gbs=20, link_efficiency=0.5)
+    assert collective(gpu, "", op, 1e9, ranks=ranks, apart=apart).seconds == pytest.approx(seconds)
+
+
+def test_messages_of_tokens():
+    """An all-gather is handed a part, the others the whole."""
+    messages = {("all-gather", False): 200, ("reduce-scatter", True): 400, ("all-reduce", False): 100}
+    sent = {(s.kind, s.backward): s for s in exchanged(H100, messages, ranks=4)}
+    expected = {
+        ("tokens, all-gather, forward", False): ("all-gather", 800, 600),
+        ("tokens, reduce-scatter, backward", True): ("reduce-scatter", 400, 300),
+        ("tokens, all-reduce, forward", False): ("all-reduce", 100, 150),
+    }
+    assert sent.keys() == expected.keys()
+    for key, (op, whole, size) in expected.items():
+        assert sent[key].bytes == size
+        assert sent[key].seconds == pytest.approx(collective(H100, "", op, whole, ranks=4).seconds)
+
+
+@pytest.mark.parametrize(
+    ("shards", "ep", "fp8", "weights", "gradients"),
+    [
+        (4, 1, False, [1900], [3200]), (4, 2, False, [1140, 760], [1920, 1280]), (4, 2, True, [1140, 760], [495, 330]),
+        (1, 1, False, [], []),
+    ],
+)  # fmt: skip
+def test_traffic_of_parameters(shards, ep, fp8, weights, gradients):
+    """Weights in bf16 less 100 bytes; gradients in fp32, or in FP8 with a float32 scale per 128."""
+    config = StepConfig(gpus=shards, ep=ep, fp8_reduce=fp8)
+    gathers, reductions = sharded(H100, MODEL, config, 100)
+    ranks = (shards, shards // ep)
+    assert [s.bytes for s in gathers] == pytest.approx([w * (r - 1) / r for w, r in zip(weights, ranks, strict=False)])
+    assert [s.bytes for s in reductions] == pytest.approx(
+        [g * (r - 1) / r for g, r in zip(gradients, ranks, strict=False)]
+    )
+
+
+def test_what_fsdp2_sends():
+    config = StepConfig(gpus=64, copies=2, tp=2, ep=2)
+    gathers, reductions = sharded(H100, MODEL, config, 100)
+    assert [(s.kind, s.backward) for s in gathers] == [(WEIGHTS, False)] * 2
+    assert [s.bytes for s in gathers] == pytest.approx([1140 * 15 / 16, 760 * 7 / 8])
+    alone = [collective(H100, "", "all-gather", size, ranks=r, apart=a) for size, r, a in ((1140, 16, 2), (760, 8, 4))]
+    assert [s.seconds for s in gathers] == pytest.approx([s.seconds for s in alone])
+    assert [(s.kind, s.backward) for s in reductions] == [(GRADIENTS, True)] * 2 + [(COPIES, True)]
+    assert [s.bytes for s in reductions] == pytest.approx([1920 * 15 / 16, 1280 * 7 / 8, 120])
+    copies = collective(H100, COPIES, "all-reduce", 120, ranks=2, apart=32)
+    assert reductions[2].seconds == pytest.approx(copies.seconds)
+    _, (gradients,) = sharded(H100, MODEL, StepConfig(gpus=16, fp8_reduce=True), 0)
+    assert gradients.seconds == pytest.approx(collective(H100, "", "all-to-all", 825, ranks=16).seconds)
+    assert sharded(H100, MODEL, StepConfig(), 0) == ([], [])
+    for fp8, size in ((False, 1600), (True, 825)):  # DDP: whole gradients in bf16, or in FP8
+        _, (gradients,) = sharded(H100, MODEL, StepConfig(gpus=8, copies=8, fp8_reduce=fp8), 0)
+        assert (gradients.kind, gradients.bytes) == (COPIES, pytest.approx(2 * size * 7 / 8))
+
+
+# --- pipelines: what ranks hold, when they finish, what they send ---
+
+
+ZERO = {"attention": 0.0, "products": 0.0, "rest": 0.0, "communication": 0.0, "waiting": 0.0}
+STAGE = StepTime(
+    linears=12.0, optimizer=5.0, tokens=1, flops=10.0, peak=1.0, forward=1.0, backward=2.0, **ZERO,
+)  # fmt: skip
+
+
+def row(text):
+    """Actions of one stage: "F0 B0"."""
+    return [Action(word[0], 0, int(word[1:])) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("actions", "forward", "backward"),
+    [
+        ("F0 B0 F1 B1", 0, 0),
+        ("F0 F1 B0 F2 B1 B2", 1, 1),
+        ("F0 F1 F2 B0 B1 B2", 2, 2),
+        ("F0 I0 F1 W0 I1 W1", 1, 1),  # activations are held until W
+    ],
+)
+def test_activations_of_other_micro_batches(actions, forward, backward):
+    assert most_in_flight(row(actions)) == {("F", 0): {0: forward}, ("B", 0): {0: backward}}
+
+
+def test_other_stages_of_a_rank_hold_activations_too():
+    actions = [Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)]
+    most = most_in_flight(actions)
+    assert most["F", 1] == most["B", 1] == {0: 1, 1: 0} and most["F", 0] == most["B", 0] == {0: 0, 1: 0}
+
+
+def test_messages_delay_both_directions():
+    actions = [[Action("F", rank, 0), Action("B", rank, 0)] for rank in (0, 1)]
+    # F on rank 0 until 1, F on rank 1 from 1.5 to 2.5 and B to 4.5, B on rank 0 from 5.
+    assert simulate(actions, [1, 1], [2, 2], 0.5) == 7
+    assert simulate([row("F0 I0 W0")], [1], [2], 0.5) == 3
+
+
+def test_stages_of_one_rank_send_nothing_to_each_other():
+    actions = [Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)]
+    assert simulate([actions], [1, 1], [2, 2], 9) == 6
+
+
+@pytest.mark.parametrize(("schedule", "stages", "ahead"), [("1F1B", 2, 1), ("Interleaved1F1B", 4, 2),
+                                                           ("ZBVZeroBubble", 4, 1)])  # fmt: skip
+@pytest.mark.parametrize("gpus", [2, 32])
+def test_a_step_of_a_pipeline(schedule, stages, ahead, gpus):
+    config = StepConfig(gpus=gpus, pp=2, schedule=schedule, micro_batches=4)
+    size = 1e6
+    link = H100.link if gpus == 2 else H100.network
+    time = pipeline_time(H100, [STAGE] * stages, config, size)
+    sent = {s.backward: s for s in time.sent if s.kind == STAGES}
+    for direction in (False, True):
+        assert sent[direction].bytes == 4 * ahead * size
+        assert sent[direction].seconds == pytest.approx(4 * ahead * size / link)
+    assert time.flops == stages * 10.0 / 2
+    assert time.optimizer == stages / 2 * 5.0
+    if schedule == "1F1B":  # one micro-batch of the other rank, and its two messages, in 12 seconds of computing
+        assert time.bubble == pytest.approx(3.0, rel=1e-3)
+        slow = replace(STAGE, linears=24.0, forward=2.0, backward=4.0)
+        assert pipeline_time(H100, [STAGE, slow], config, 0.0).linears == 24.0
