@@ -52,6 +52,14 @@ def converted(level="fp8", recipe="rowwise", dtype=torch.bfloat16, **options):
     return octavo.convert(llama(**options).to(dtype), precision=Precision.level(level, recipe=recipe), verbose=False)
 
 
+def looked(model, run, **options):
+    """A watch that has looked at a step, in which `run` is called."""
+    watch = Watch(model, every=1, **options)
+    with watch.step():
+        run()
+    return watch
+
+
 def assert_unchanged(make, step=train, what_if=("tensorwise", "mxfp8")):
     """A sampled step is bitwise the unsampled one, before and after. Returns its rows."""
     model = make()
@@ -92,13 +100,9 @@ def named(row):
 @pytest.mark.thorough
 def test_micro_batches_are_all_counted_and_the_weight_once():
     model = converted()
-    watch = Watch(model, every=1)
-    with watch.step():
-        train(model, micros=1)
-    one = {named(row): row for row in watch.rows}
-    with watch.step():
-        train(model, micros=4)
-    four = {named(row): row for row in watch.rows}
+    one, four = (
+        {named(row): row for row in looked(model, lambda n=n: train(model, micros=n)).rows} for n in (1, 4)
+    )  # fmt: skip
     assert one.keys() == four.keys()
     for key, row in four.items():
         assert row.elements == one[key].elements * (1 if key[1] == "w" else 4)
@@ -113,10 +117,7 @@ def test_figures_are_those_of_the_forms_that_products_read(recipe):
     linear = octavo.convert(torch.nn.Linear(300, 200, bias=False), recipe, verbose=False)
     x = (torch.randn(2, 70, 300) * torch.rand(2, 70, 1) ** 4).requires_grad_()
     g = torch.randn(2, 70, 200) * torch.rand(200) ** 4
-    watch = Watch(linear, every=1)
-    with watch.step():
-        linear(x).backward(g)
-    actual = {row.operand: row.sqnr for row in watch.rows}
+    actual = {row.operand: row.sqnr for row in looked(linear, lambda: linear(x).backward(g)).rows}
     x_MK, g_MN, w_NK = x.detach().flatten(0, 1), g.flatten(0, 1), linear.weight.detach()
     if recipe.equalization:
         x_MK, w_NK = x_MK * linear.equalizer.scales.inverse, w_NK * linear.equalizer.scales.factor
@@ -137,11 +138,9 @@ def test_what_if_is_what_a_model_of_that_recipe_would_show(recipe):
     def rows(own, what_if):
         torch.manual_seed(0)
         linear = octavo.convert(torch.nn.Linear(300, 200, bias=False), own, verbose=False)
-        watch = Watch(linear, every=1, what_if=what_if)
         x = (torch.randn(70, 300) * torch.rand(70, 1) ** 4).requires_grad_()
-        with watch.step():
-            linear(x).backward(torch.randn(70, 200) * torch.rand(200) ** 4)
-        return {row.operand: row for row in watch.rows}
+        g = torch.randn(70, 200) * torch.rand(200) ** 4
+        return {row.operand: row for row in looked(linear, lambda: linear(x).backward(g), what_if=what_if).rows}
 
     itself, others = rows(recipe, ()), rows("tensorwise", (recipe,))
     for operand, row in others.items():
@@ -193,10 +192,7 @@ def test_frozen_weights_and_inputs_have_no_gradient_for_their_products():
     model = MLP()
     model.up_proj.requires_grad_(False)
     octavo.convert(model, verbose=False)
-    watch = Watch(model, every=1)
-    with watch.step():
-        model(torch.randn(8, 64)).sum().backward()
-    seen = {named(row) for row in watch.rows}
+    seen = {named(row) for row in looked(model, lambda: model(torch.randn(8, 64)).sum().backward()).rows}
     gradients_of = {layer: {o for name, o in seen if name == layer} - {"x", "w"} for layer, _ in seen}
     assert gradients_of == {"gate_proj": {"wgrad_g"}, "up_proj": set(), "down_proj": {"dgrad_g", "wgrad_g"}}
 
@@ -218,9 +214,8 @@ def test_layers_in_high_precision_on_request():
         (False, {"gate_proj", "down_proj"}),
         (True, {"gate_proj", "up_proj", "down_proj"}),
     ):
-        watch = Watch(model, every=1, what_if=("rowwise",), high_precision=high_precision)
-        with watch.step():
-            model(torch.randn(8, 64)).sum().backward()
+        options = {"what_if": ("rowwise",), "high_precision": high_precision}
+        watch = looked(model, lambda: model(torch.randn(8, 64)).sum().backward(), **options)
         assert {row.layer for row in watch.rows} == reference
     kept = [row for row in watch.rows if row.recipe == "bf16"]
     assert {row.layer for row in kept} == {"up_proj"}
@@ -236,9 +231,7 @@ def test_conv1d_has_its_weight_the_other_way_round():
         plain.transformer.h[0].mlp.c_fc.weight.mul_(torch.rand(512) + 0.01)
     reference = octavo.kernels.quantize(plain.transformer.h[0].mlp.c_fc.weight.detach().t(), RECIPES["rowwise"].w)
     model = octavo.convert(plain, verbose=False)
-    watch = Watch(model, every=1)
-    with watch.step():
-        model(input_ids=tokens() % 64).logits.sum().backward()
+    watch = looked(model, lambda: model(input_ids=tokens() % 64).logits.sum().backward())
     row = next(row for row in watch.rows if named(row) == ("transformer.h.0.mlp.c_fc", "w"))
     assert row.scale_spread == pytest.approx((reference.scale.max() / reference.scale.min()).item())
     assert {row.operand for row in watch.rows} == set(OPERANDS)
@@ -293,9 +286,8 @@ def test_rows_of_zeros_are_no_underflow(recipe, zeros):
     with torch.no_grad():
         model[0].weight[{"weight": slice(None), "rows of the weight": slice(0, 32, 2), "tokens": slice(0)}[zeros]] = 0
         x[:24] *= zeros != "tokens"
-    watch = Watch(octavo.convert(model, recipe, verbose=False), every=1)
-    with watch.step():
-        (model(x) * torch.randn(48, 32)).sum().backward()
+    octavo.convert(model, recipe, verbose=False)
+    watch = looked(model, lambda: (model(x) * torch.randn(48, 32)).sum().backward())
     assert {row.operand for row in watch.rows} == {"x", "w", "dgrad_g", "wgrad_g"} and not watch.findings()
     assert max(row.underflow for row in watch.rows) < 0.02
 
