@@ -447,16 +447,3 @@ def test_evaluation_clipping_and_autocast():
         loss_of(exact, tokens).backward()
     norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, exact)]
     torch.testing.assert_close(norms[0].full_tensor(), norms[1])
-
-
-@on_ranks(2)
-def test_scales_by_tensor_follow_weights_written_without_an_optimizer():
-    x, outputs = torch.zeros(2, 8, dtype=int), []
-    for comm in ("gather", "off"):
-        model = parallelize(make("tensorwise", blocks=1), Parallel(fp8_comm=comm))
-        before = model(x)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(WIDTH)
-        outputs.append((before, model(x)))
-    assert all(map(torch.equal, *outputs))

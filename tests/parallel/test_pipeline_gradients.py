@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from pipelines import MICROS, Pipeline, batch, converted, loss_fn
-from training import full, make
+from training import gradients_of, make
 
 import octavo
 from octavo.numerics import sqnr
@@ -23,17 +23,6 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4}
 OUTLIERS = [5, 50, 100]
 LOST = 1.5
 """Decibels that a gradient may lose."""
-
-
-def gradients_of(model, backward, batches):
-    """Gradients [batches, ...] of the parameters of this rank, whole: of one batch, a norm's has too few elements."""
-    gradients = {}
-    for step in range(batches):
-        model.zero_grad()
-        backward(step)
-        for name, parameter in model.named_parameters():
-            gradients.setdefault(name, []).append(full(parameter.grad).clone())
-    return {name: torch.stack(of_batches) for name, of_batches in gradients.items()}
 
 
 def merged(results):

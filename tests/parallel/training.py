@@ -102,7 +102,7 @@ def full_bytes(value):
 
 
 def loss_of(model, tokens, micros=1):
-    logits = model(tokens[:, :-1])
+    logits = full(model(tokens[:, :-1]))
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) / micros
 
 
@@ -111,24 +111,29 @@ def batch(step):
     return torch.randint(0, VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(step))
 
 
-def steps_of(model, steps, make_optimizer=None, data=(0, 1), each_step=lambda: None):
-    """Losses, and the gradients of the last step, as plain tensors.
-
-    `data`: this rank's share of each batch. `each_step`: called between a backward and its optimizer step.
-    """
+def steps_of(model, steps, make_optimizer=None, data=(0, 1)):
+    """Losses, and the gradients of the last step, as plain tensors; `data` is this rank's share of each batch."""
     make_optimizer = make_optimizer or partial(torch.optim.AdamW, foreach=False)
     optimizer = make_optimizer(model.parameters(), lr=1e-3)
     losses = []
     for step in range(steps):
-        tokens = batch(step).chunk(data[1])[data[0]]
         optimizer.zero_grad()
-        logits = full(model(tokens[:, :-1]))
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss = loss_of(model, batch(step).chunk(data[1])[data[0]])
         loss.backward()
         losses.append(loss.item())
-        each_step()
         optimizer.step()
     return losses, {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def gradients_of(model, backward, batches):
+    """Gradients [batches, ...] of the parameters of this rank, whole: of one batch, a norm's has too few elements."""
+    gradients = {}
+    for step in range(batches):
+        model.zero_grad()
+        backward(step)
+        for name, parameter in model.named_parameters():
+            gradients.setdefault(name, []).append(full(parameter.grad).clone())
+    return {name: torch.stack(of_batches) for name, of_batches in gradients.items()}
 
 
 def tensor_parallel(model, mesh, plan, sequence):
