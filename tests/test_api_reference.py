@@ -67,7 +67,6 @@ def test_every_public_name_has_one_entry():
             value = inspect.unwrap(getattr(module, name))
             if inspect.isclass(value) or inspect.isfunction(value):
                 assert value in listed, f"docs/api has no entry for {package}.{name}"
-                assert value.__doc__, f"{package}.{name} has no docstring"
 
 
 def test_every_public_name_and_its_methods_have_docstrings():

