@@ -21,6 +21,18 @@ from support.tool_loops import LR, plain_loop
 from support.tool_loops import training_arguments as arguments
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trainer.py"
+EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture
+def trainer_of(llama, samples, tmp_path):
+    """Makes trainers, of a small Llama unless they are given a model, in a folder and with these arguments."""
+
+    def make(folder=".", cls=Fp8Trainer, settings=EACH_STEP, **options):
+        args = arguments(tmp_path / folder, **settings)
+        return cls(args=args, train_dataset=samples, **({"model": llama()} | options))
+
+    return make
 
 
 def losses(trainer):
@@ -44,10 +56,10 @@ def groups(model):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("level", ["fp8", "fp8+activations+optimizer"])
-def test_training_is_that_of_a_plain_loop_bit_for_bit(level, llama, samples, tmp_path):
+def test_training_is_that_of_a_plain_loop_bit_for_bit(level, llama, samples, trainer_of):
     precision = octavo.Precision.level(level)
     model, by_hand = llama(torch.bfloat16), llama(torch.bfloat16)
-    trainer = Fp8Trainer(model=model, args=arguments(tmp_path, max_steps=12), train_dataset=samples, precision=level)
+    trainer = trainer_of(settings={"max_steps": 12}, model=model, precision=level)
     trainer.train()
     octavo.convert(by_hand, precision=precision, verbose=False)
     make = octavo.AdamW if precision.states == "fp8" else torch.optim.AdamW
@@ -60,75 +72,66 @@ def test_training_is_that_of_a_plain_loop_bit_for_bit(level, llama, samples, tmp
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["fp8+activations+optimizer", {"recipe": "rowwise_equalized"}])
-def test_a_resumed_run_ends_like_one_that_was_not_stopped(precision, llama, samples, tmp_path):
-    whole = llama(torch.bfloat16)
-    options = {"save_strategy": "steps", "save_steps": 3}
-    Fp8Trainer(
-        model=whole, args=arguments(tmp_path / "a", **options), train_dataset=samples, precision=precision
-    ).train()
-    resumed = llama(torch.bfloat16, seed=5)
-    trainer = Fp8Trainer(model=resumed, args=arguments(tmp_path / "b"), train_dataset=samples, precision=precision)
+def test_a_resumed_run_ends_like_one_that_was_not_stopped(precision, llama, trainer_of, tmp_path):
+    whole, resumed = llama(torch.bfloat16), llama(torch.bfloat16, seed=5)
+    trainer_of("a", settings=EACH_STEP | {"save_steps": 3}, model=whole, precision=precision).train()
+    trainer = trainer_of("b", settings={}, model=resumed, precision=precision)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "octavo")
         trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
     assert same_weights(whole, resumed)
 
 
-def saved(llama, samples, folder, **options):
-    trainer = Fp8Trainer(
-        model=llama(), args=arguments(folder, max_steps=1, save_strategy="steps", save_steps=1), train_dataset=samples,
-        **options,
-    )  # fmt: skip
-    trainer.train()
-    return folder / "checkpoint-1"
+ONE_STEP, TWO_STEPS = EACH_STEP | {"max_steps": 1}, {"max_steps": 2}
 
 
 @pytest.mark.thorough
-def test_checkpoints_say_how_they_were_trained(llama, samples, tmp_path):
-    checkpoint = saved(llama, samples, tmp_path, precision={"recipe": "blockwise"})
+def test_checkpoints_say_how_they_were_trained(llama, trainer_of, tmp_path):
+    trainer_of(settings=ONE_STEP, precision={"recipe": "blockwise"}).train()
+    checkpoint = tmp_path / "checkpoint-1"
     assert json.loads((checkpoint / "config.json").read_text())["octavo"]["precision"] == "fp8 blockwise"
-    resumed = arguments(tmp_path / "b", max_steps=2)
-    trainer = Fp8Trainer(model=llama(), args=resumed, train_dataset=samples)
     with pytest.warns(UserWarning, match="recipe = 'blockwise', now 'rowwise'"):
-        trainer.train(resume_from_checkpoint=str(checkpoint))
+        trainer_of("b", settings=TWO_STEPS).train(resume_from_checkpoint=str(checkpoint))
     model = type(llama()).from_pretrained(checkpoint)
     with pytest.warns(UserWarning, match="was trained with precision 'fp8 blockwise', and is now trained with 'bf16'"):
-        Fp8Trainer(model=model, args=resumed, train_dataset=samples, precision="bf16")
+        trainer_of("b", settings=TWO_STEPS, model=model, precision="bf16")
     (checkpoint / STATE_FILE).unlink()
-    trainer = Fp8Trainer(model=llama(), args=resumed, train_dataset=samples)
     with pytest.warns(UserWarning, match="trained without Octavo"):
-        trainer.train(resume_from_checkpoint=str(checkpoint))
+        trainer_of("b", settings=TWO_STEPS).train(resume_from_checkpoint=str(checkpoint))
     (checkpoint / STATE_FILE).write_text('{"octavo": ')
-    trainer = Fp8Trainer(model=llama(), args=resumed, train_dataset=samples)
     with pytest.raises(ValueError, match="damaged or of another model"):
-        trainer.train(resume_from_checkpoint=str(checkpoint))
+        trainer_of("b", settings=TWO_STEPS).train(resume_from_checkpoint=str(checkpoint))
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+class Moving(Fp8Trainer):
+    """Changes the recipe of a layer behind a step."""
+
+    moves_at = 0
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        if self.state.global_step == self.moves_at:
+            octavo.nn.change_recipe(self.model, DOWN, "blockwise", reason="a test")
+        return loss
 
 
 @pytest.mark.thorough
-def test_recipes_that_changed_are_restored(llama, samples, tmp_path):
-    layer = "model.layers.1.mlp.down_proj"
-
-    class Moving(Fp8Trainer):
-        def training_step(self, *args, **kwargs):
-            loss = super().training_step(*args, **kwargs)
-            octavo.nn.change_recipe(self.model, layer, "blockwise", reason="a test")
-            return loss
-
-    options = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
-    Moving(model=llama(), args=options, train_dataset=samples).train()
-    trainer = Fp8Trainer(model=llama(), args=arguments(tmp_path / "b", max_steps=2), train_dataset=samples)
+def test_recipes_that_changed_are_restored(trainer_of, tmp_path):
+    trainer_of(cls=Moving, settings=ONE_STEP).train()
+    trainer = trainer_of("b", settings=TWO_STEPS)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert trainer.model.get_submodule(layer).recipe.name == "blockwise"
+    assert trainer.model.get_submodule(DOWN).recipe.name == "blockwise"
     assert {row.recipe for row in octavo.report(trainer.model) if row.converted} == {"rowwise", "blockwise"}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_samples_are_logged_and_the_autopilot_moves_layers(accumulation, harmed, samples, tmp_path):
-    trainer = Fp8Trainer(
-        model=harmed, args=arguments(tmp_path, max_steps=4, gradient_accumulation_steps=accumulation),
-        train_dataset=samples, precision={"recipe": "tensorwise"}, autopilot=True, inspect_every=1,
-    )  # fmt: skip
+def test_samples_of_accumulated_steps_are_logged_and_the_autopilot_moves_layers(harmed, trainer_of):
+    """Those of steps of one micro-batch reach the loggers of test_tool_loggers.py."""
+    settings, precision = {"max_steps": 4, "gradient_accumulation_steps": 2}, {"recipe": "tensorwise"}
+    trainer = trainer_of(settings=settings, model=harmed, precision=precision, autopilot=True, inspect_every=1)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all("octavo/findings" in entry and entry["octavo/lowest_sqnr_db"] > -100 for entry in logged)
@@ -139,11 +142,11 @@ def test_samples_are_logged_and_the_autopilot_moves_layers(accumulation, harmed,
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", [1, 2])
-def test_the_autopilot_goes_on_from_a_checkpoint(checkpoint, harmed, samples, tmp_path):
+def test_the_autopilot_goes_on_from_a_checkpoint(checkpoint, harmed, trainer_of, tmp_path):
     def train(folder, **resume):
-        trainer = Fp8Trainer(
-            model=copy.deepcopy(harmed), train_dataset=samples, precision={"recipe": "tensorwise"}, autopilot=True,
-            inspect_every=2, args=arguments(tmp_path / folder, max_steps=4, save_strategy="steps", save_steps=1),
+        trainer = trainer_of(
+            folder, settings=EACH_STEP | {"max_steps": 4}, model=copy.deepcopy(harmed),
+            precision={"recipe": "tensorwise"}, autopilot=True, inspect_every=2,
         )  # fmt: skip
         trainer.train(**resume)
         return trainer
@@ -155,51 +158,45 @@ def test_the_autopilot_goes_on_from_a_checkpoint(checkpoint, harmed, samples, tm
 
 
 @pytest.mark.thorough
-def test_the_best_model_has_its_own_recipes_and_state(llama, samples, tmp_path):
-    class Moving(Fp8Trainer):
-        def training_step(self, *args, **kwargs):
-            loss = super().training_step(*args, **kwargs)
-            if self.state.global_step == 1:
-                octavo.nn.change_recipe(self.model, "model.layers.1.mlp.down_proj", "blockwise", reason="a test")
-            return loss
-
-    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    args = arguments(
-        tmp_path, max_steps=4, learning_rate=0.05, load_best_model_at_end=True, metric_for_best_model="first", **options
-    )
-    trainer = Moving(
-        model=llama(), args=args, train_dataset=samples, eval_dataset=samples[:8],
-        precision={"recipe": "rowwise_equalized"}, compute_metrics=lambda _: {"first": trainer.state.global_step == 1},
+def test_the_best_model_has_its_own_recipes_and_state(samples, trainer_of):
+    settings = EACH_STEP | {
+        "eval_strategy": "steps", "eval_steps": 1, "max_steps": 4, "learning_rate": 0.05,
+        "load_best_model_at_end": True, "metric_for_best_model": "first",
+    }  # fmt: skip
+    trainer = trainer_of(
+        cls=Moving, settings=settings, eval_dataset=samples[:8], precision={"recipe": "rowwise_equalized"},
+        compute_metrics=lambda _: {"first": trainer.state.global_step == 1},
     )  # fmt: skip
+    trainer.moves_at = 1
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     (before,) = (e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e and e["step"] == 1)
-    assert trainer.model.get_submodule("model.layers.1.mlp.down_proj").recipe.name == "rowwise_equalized"
+    assert trainer.model.get_submodule(DOWN).recipe.name == "rowwise_equalized"
     assert trainer.evaluate()["eval_loss"] == before
 
 
 @pytest.mark.thorough
-def test_state_of_other_layers_is_an_error(llama, samples, tmp_path):
-    checkpoint = saved(llama, samples, tmp_path)
+def test_state_of_other_layers_is_an_error(trainer_of, tmp_path):
+    trainer_of(settings=ONE_STEP).train()
+    checkpoint = tmp_path / "checkpoint-1"
     state = json.loads((checkpoint / STATE_FILE).read_text())
     recipes = state["recipes"]
     for other, message in (({f"x.{k}": v for k, v in recipes.items()}, "this one has no 'x"), ({}, "it has no recipe")):
         (checkpoint / STATE_FILE).write_text(json.dumps({**state, "recipes": other}))
-        trainer = Fp8Trainer(model=llama(), args=arguments(tmp_path / "b", max_steps=2), train_dataset=samples)
         with pytest.raises(ValueError, match=f"of another model: {message}"):
-            trainer.train(resume_from_checkpoint=str(checkpoint))
+            trainer_of("b", settings=TWO_STEPS).train(resume_from_checkpoint=str(checkpoint))
 
 
-def test_a_resident_model_without_adapters_cannot_be_checkpointed(llama, samples, tmp_path):
+def test_a_resident_model_without_adapters_cannot_be_checkpointed(llama, trainer_of):
     model = octavo.convert(llama(), frozen="fp8", verbose=False)
     with pytest.raises(ValueError, match=r"resident in FP8.*get_peft_model.*save_strategy='no'"):
-        Fp8Trainer(model=model, args=arguments(tmp_path, save_strategy="steps"), train_dataset=samples)
-    Fp8Trainer(model=model, args=arguments(tmp_path), train_dataset=samples)
+        trainer_of(model=model)
+    trainer_of(settings={}, model=model)
 
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # PEFT asks Transformers for it
-def test_adapters_on_a_resident_base_resume_bit_for_bit(llama, samples, tmp_path):
+def test_adapters_on_a_resident_base_resume_bit_for_bit(llama, trainer_of, tmp_path):
     peft = pytest.importorskip("peft")
 
     def adapted():
@@ -207,21 +204,20 @@ def test_adapters_on_a_resident_base_resume_bit_for_bit(llama, samples, tmp_path
         torch.manual_seed(1)
         return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
 
-    options = {"save_strategy": "steps", "save_steps": 3}
-    trainer = Fp8Trainer(model=adapted(), args=arguments(tmp_path / "a", **options), train_dataset=samples)
+    trainer = trainer_of("a", settings=EACH_STEP | {"save_steps": 3}, model=adapted())
     trainer.train()
     files = {file.name for file in (tmp_path / "a" / "checkpoint-3").iterdir()}
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
-    again = Fp8Trainer(model=adapted(), args=arguments(tmp_path / "b"), train_dataset=samples)
+    again = trainer_of("b", settings={}, model=adapted())
     again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
     for name, parameter in trainer.model.named_parameters():
         if "lora_" in name:
             assert torch.equal(parameter, again.model.get_parameter(name)), name
 
 
-def test_a_full_disk_leaves_the_state_that_was_there(llama, samples, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_state_that_was_there(trainer_of, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "save_model", lambda *arguments: None)  # the weights still fit
-    trainer = Fp8Trainer(model=llama(), args=arguments(tmp_path), train_dataset=samples)
+    trainer = trainer_of()
     trainer.save_model()
     before = (tmp_path / STATE_FILE).read_text()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -243,29 +239,25 @@ class OwnOptimizer(Trainer):
         return self.optimizer
 
 
-def test_optimizers_without_the_states_that_were_asked_for(llama, samples, tmp_path):
-    model, args = llama(), arguments(tmp_path, max_steps=1)
+def test_optimizers_without_the_states_that_were_asked_for(llama, trainer_of):
+    model = llama()
     with pytest.raises(ValueError, match=r"Fp8OwnOptimizer created a .*SGD: create an octavo.AdamW there"):
-        with_fp8(OwnOptimizer)(model=model, args=args, train_dataset=samples, precision=ALL).train()
+        trainer_of(cls=with_fp8(OwnOptimizer), model=model, precision=ALL).train()
     optimizers = octavo.AdamW(model.parameters(), states="fp32"), None
     with pytest.raises(ValueError, match=r"optimizers=\(…\) has an octavo.AdamW with states='fp32'"):
-        Fp8Trainer(model=model, args=args, train_dataset=samples, precision=ALL, optimizers=optimizers)
+        trainer_of(model=model, precision=ALL, optimizers=optimizers)
 
 
-def test_a_resumed_run_without_fp8_states_takes_none(llama, samples, tmp_path):
-    args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
-    Fp8Trainer(model=llama(), args=args, train_dataset=samples, precision=ALL).train()
-    trainer = Fp8Trainer(model=llama(), args=args, train_dataset=samples, precision="fp8")
+def test_a_resumed_run_without_fp8_states_takes_none(trainer_of, tmp_path):
+    trainer_of(settings=EACH_STEP | TWO_STEPS, precision=ALL).train()
+    trainer = trainer_of(settings=EACH_STEP | TWO_STEPS, precision="fp8")
     with pytest.warns(UserWarning, match="precision.states = 'fp8', now"):
         with pytest.raises(ValueError, match=r"states, which torch\.optim\.adamw\.AdamW does not read: go on"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-def test_the_user_sets_options_of_adamw(llama, samples, tmp_path):
-    trainer = Fp8Trainer(
-        model=llama(), args=arguments(tmp_path), train_dataset=samples, precision=ALL,
-        optimizer_cls_and_kwargs=(octavo.AdamW, {"nonfinite": "skip"}),
-    )  # fmt: skip
+def test_the_user_sets_options_of_adamw(trainer_of):
+    trainer = trainer_of(precision=ALL, optimizer_cls_and_kwargs=(octavo.AdamW, {"nonfinite": "skip"}))
     (group, _) = trainer.create_optimizer().param_groups
     assert (group["nonfinite"], group["lr"], group["states"], group["master"]) == ("skip", LR, "fp8", "remainder")
 
@@ -279,10 +271,10 @@ def test_the_user_sets_options_of_adamw(llama, samples, tmp_path):
         ({"matmul": "bf16", "activations": "fp8"}, "fp8+activations", "its layers do not compute in FP8"),
     ],
 )
-def test_a_converted_model_that_lacks_what_is_asked_for(before, precision, message, llama, samples, tmp_path):
+def test_a_converted_model_that_lacks_what_is_asked_for(before, precision, message, llama, trainer_of):
     model = octavo.convert(llama(), precision=octavo.Precision(**before), verbose=False)
     with pytest.raises(ValueError, match=f"this model was converted before: {message}"):
-        Fp8Trainer(model=model, args=arguments(tmp_path), train_dataset=samples, precision=precision)
+        trainer_of(model=model, precision=precision)
 
 
 def test_model_init_is_converted_each_time(llama, samples, tmp_path):

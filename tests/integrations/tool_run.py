@@ -18,7 +18,7 @@ import torch
 
 import octavo
 from support.llamas import counting_rows, small_llama
-from support.tool_loops import LR, lightning_trainer, training_arguments
+from support.tool_loops import LR, lightning_task, lightning_trainer, training_arguments
 
 STEPS, BATCH, PER_EPOCH, SAVE_EVERY = 50, 4, 10, 10
 
@@ -178,27 +178,13 @@ def lightning(folder, precision, record):
 
     from octavo.integrations.lightning import Fp8Precision
 
-    class Task(tool.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = model_of()
-
-        def training_step(self, batch):
-            self.loss = self.model(input_ids=batch, labels=batch).loss
-            return self.loss
-
-        def on_train_batch_end(self, *args):
-            self.last = self.global_step, self.loss.item()
-
-        def configure_optimizers(self):
-            return adamw(self)
-
     class Recording(tool.Callback):  # after the checkpoint of a step is written
         def on_train_batch_start(self, trainer, task, *args):
-            if hasattr(task, "last"):
-                record(*task.last)
+            if task.losses:
+                record(trainer.global_step, task.losses[-1].item())
 
-    task = Task()
+    model = model_of()
+    task = lightning_task(model, adamw(model))
     saving = tool.pytorch.callbacks.ModelCheckpoint(
         dirpath=folder, filename="at-{step}", save_top_k=-1, every_n_train_steps=SAVE_EVERY
     )
@@ -210,7 +196,7 @@ def lightning(folder, precision, record):
     checkpoint, start = latest(folder, "at-step")
     data = rows().repeat(STEPS // PER_EPOCH, 1)[start * BATCH :]  # Lightning does not skip batches that were seen
     trainer.fit(task, torch.utils.data.DataLoader(data, batch_size=BATCH), ckpt_path=checkpoint, weights_only=True)
-    record(*task.last)
+    record(trainer.global_step, task.losses[-1].item())
     return task.model
 
 
