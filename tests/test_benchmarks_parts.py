@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import arms, deep, host_gpu, loss, profiling, published, ranks, run, smoke, step
+from benchmarks.environment import read_json
 from benchmarks.profiling import Kernel
+from benchmarks.session import LEAST_LIMIT_S
 from benchmarks.timing import Rehearsal, Timing
 
 from octavo.kernels.conformance import Check
@@ -329,3 +331,11 @@ def test_rows_of_a_run(train):
 def test_a_run_that_fails_leaves_the_end_of_its_output(train):
     error = train("fp8", fails=True)["error"]
     assert error.endswith("exit code 1 before its first step\nerror: torch.OutOfMemoryError")
+
+
+def test_the_runner_does_not_cut_a_run_before_its_own_limit(timed):
+    row = timed.attempt({"stage": "octavo train", "arm": "new"}, lambda: read_json(timed.paths[0]))
+    assert row["limit_s"] == 30.0 + LEAST_LIMIT_S
+    timed._earlier = [{"stage": "octavo train", "arm": "known", "took_s": 5.0}]
+    row = timed.attempt({"stage": "octavo train", "arm": "known"}, lambda: read_json(timed.paths[0]))
+    assert row["limit_s"] == 30.0 + LEAST_LIMIT_S

@@ -202,12 +202,17 @@ def test_the_gpu_runner_rehearses_every_stage(tmp_path):
     assert all(stage["rows"] and not stage["failed"] for stage in stages.values()), stages
 
 
-def test_what_is_interrupted_leaves_the_old_file(tmp_path):
+def test_what_is_interrupted_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "planner.md"
     path.write_text("old")
-    with pytest.raises(KeyboardInterrupt), environment.replacing(path) as scratch:
-        scratch.write_text("half")
+
+    def write_half(scratch, text, encoding):
+        scratch.write_bytes(text[:2].encode(encoding))
         raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", write_half)
+        environment.write_text(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     environment.write_text(path, "new × ü")
     assert path.read_text(encoding="utf-8") == "new × ü" and list(tmp_path.iterdir()) == [path]
