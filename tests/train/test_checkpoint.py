@@ -1,10 +1,11 @@
-"""Checkpoints: their files, which stay, what resumes, and no damage that goes unnoticed."""
+"""Checkpoints: their files, which stay, what resumes, exports also in FP8, and no damage that goes unnoticed."""
 
 import io
 import json
 import os
 import random
 import shutil
+import signal
 import stat
 from pathlib import Path
 from unittest import mock
@@ -12,9 +13,15 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import GROUPS, LLAMA, job, make_trainer
+from tiny_runs import GROUPS, LLAMA, ONE_BLOCK, job, make_trainer
+from tiny_runs import load as load_data
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from octavo.cli import app
+from octavo.kernels import quantize
+from octavo.nn import change_recipe
+from octavo.numerics import RECIPES
 from octavo.train import run
 from octavo.train.checkpoint import store as checkpoint
 from octavo.train.checkpoint.digests import check_digests, write_digests
@@ -23,8 +30,6 @@ from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
 from octavo.train.checkpoint.store import check_same_model, load_checkpoint, read_trainer_state
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, resume_of
 from octavo.train.config.sections import CHANGEABLE_ON_RESUME, IGNORED_ON_RESUME
-from octavo.train.data.load import load_corpus
-from octavo.train.record.progress import NullProgress
 
 
 def test_only_the_newest_are_kept(make_config, tmp_path):
@@ -145,7 +150,7 @@ def test_each_setting_says_whether_it_may_differ_on_resume(make_config, tmp_path
             assert check_same_run(older, make_config(), tmp_path) == []
 
 
-SMALL = LLAMA | {"num_hidden_layers": 1}
+SMALL = ONE_BLOCK["config"]
 MODELS = {
     "tied": {"type": "llama", "config": SMALL | {"tie_word_embeddings": True}},
     "mixtral": {"type": "mixtral", "config": SMALL | {"num_local_experts": 4}},
@@ -160,7 +165,7 @@ def load(trainer, folder):
 
 @pytest.fixture(scope="module")
 def trained_once(make_config, tmp_path_factory):
-    out, trainer = tmp_path_factory.mktemp("run"), make_trainer(make_config(model={"type": "llama", "config": SMALL}))
+    out, trainer = tmp_path_factory.mktemp("run"), make_trainer(make_config(model=ONE_BLOCK))
     trainer.train_step()
     trainer.save(out)
     return trainer, latest_checkpoint(out)
@@ -224,9 +229,7 @@ def test_an_export_of_shards_is_what_save_pretrained_writes(gloo, make_config, t
 
 @pytest.mark.parametrize("templates", ["folder", "table"])
 def test_chat_templates_are_exported(make_config, tmp_path, templates):
-    config = make_config(model={"type": "llama", "config": SMALL})
-    source = load_corpus(config.data, config.model, NullProgress()).tokenizer
-    source.save(tmp_path / "tokenizer")
+    load_data(make_config()).tokenizer.save(tmp_path / "tokenizer")
     if templates == "table":
         path = tmp_path / "tokenizer" / "tokenizer_config.json"
         table = [{"name": "default", "template": "{{ 1 }}"}, {"name": "rag", "template": "{{ 2 }}"}]
@@ -235,8 +238,7 @@ def test_chat_templates_are_exported(make_config, tmp_path, templates):
         (tmp_path / "tokenizer" / "additional_chat_templates").mkdir()
         (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ 1 }}")
         (tmp_path / "tokenizer" / "additional_chat_templates" / "rag.jinja").write_text("{{ 2 }}")
-    model = {"type": "llama", "config": SMALL}
-    make_trainer(make_config(model=model, data={"tokenizer": str(tmp_path / "tokenizer")})).save(tmp_path / "run")
+    make_trainer(make_config(model=ONE_BLOCK, data={"tokenizer": str(tmp_path / "tokenizer")})).save(tmp_path / "run")
     exported = export(latest_checkpoint(tmp_path / "run"), tmp_path / "exported").path
     check_digests(exported)
     assert AutoTokenizer.from_pretrained(exported).chat_template == {"default": "{{ 1 }}", "rag": "{{ 2 }}"}
@@ -395,9 +397,89 @@ def test_a_missing_package_stops_a_run_before_it_begins(make_config, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_in_the_home_directory(make_config, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    run(make_config(run={"out": "~/runs/one", "steps": 1}, optim={"warmup": 0}))
-    assert (tmp_path / "home" / "runs" / "one" / "run.json").exists()
-    assert not (tmp_path / "~").exists()
+@pytest.fixture
+def trained_in_fp8(make_config, tmp_path):
+    trainer = make_trainer(make_config(model=ONE_BLOCK, precision={"level": "fp8"}))
+    trainer.train_step()
+    trainer.save(tmp_path / "run")
+    return trainer, latest_checkpoint(tmp_path / "run")
+
+
+def check_rows(model, folder, without=()):
+    tensors = load_file(folder / "model.safetensors")
+    rows = [name for name in model.state_dict() if "proj" in name and not any(part in name for part in without)]
+    for name in rows:
+        expected = quantize(model.state_dict()[name].detach(), RECIPES["rowwise"].w)
+        assert torch.equal(tensors[name].view(torch.uint8), expected.data.view(torch.uint8)), name
+        assert torch.equal(tensors[f"{name}_scale"], expected.scale)
+    assert sum(name.endswith("_scale") for name in tensors) == len(rows)
+
+
+def test_an_export_holds_the_values_of_training(trained_in_fp8, tmp_path):
+    trainer, folder = trained_in_fp8
+    recipes = json.loads((folder / "trainer.json").read_text())["recipes"]
+    assert set(recipes.values()) == {"rowwise"} and len(recipes) == 7
+    exported = export(folder, tmp_path / "out", "fp8-row")
+    check_rows(trainer.model, exported.path)
+    assert str(exported) == f"written: {tmp_path / 'out'} (fp8-row: 7 modules in FP8, 1 in high precision)"
+    check_digests(tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"README.md", "config.json", "digests.json", "generation_config.json", "tokenizer.json"} <= names
+    assert not {"trainer.json", "optimizer.pt"} & names
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| base model | none: a new llama |" in card and ", step 1 |" in card and "verdict" not in card
+    assert str(tmp_path) not in card
+
+
+def test_layers_that_moved_in_training_are_exported_as_they_ended(trained_in_fp8, tmp_path):
+    trainer, _ = trained_in_fp8
+    change_recipe(trainer.model, "model.layers.0.mlp.up_proj", "blockwise", reason="outliers")
+    change_recipe(trainer.model, "model.layers.0.mlp.down_proj", None, reason="outliers")
+    trainer.step = 2
+    trainer.save(tmp_path / "run")
+    exported = export(latest_checkpoint(tmp_path / "run"), tmp_path / "out", "fp8-row")
+    assert exported.high_precision["model.layers.0.mlp.down_proj"] == "in high precision in training"
+    assert "recipe blockwise" in exported.high_precision["model.layers.0.mlp.up_proj"]
+    check_rows(trainer.model, exported.path, without=("up_proj", "down_proj"))
+    assert any("up_proj: FP8 in training, high precision here" in note for note in exported.notes)
+    assert any("vLLM joins" in note for note in exported.notes)
+
+
+def test_mistakes_are_named_and_write_nothing(make_config, trained_in_fp8, tmp_path):
+    _, folder = trained_in_fp8
+
+    def fails(checkpoint, match, to="fp8-row"):
+        with pytest.raises(ValueError, match=match):
+            export(checkpoint, tmp_path / "out", to)
+        assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+    fails(folder, "computes in recipe rowwise, which fp8-block does not describe", "fp8-block")
+    fails(folder, "unknown layout 'fp8-col'", "fp8-col")
+    fails(tmp_path, "is no checkpoint of a run")
+    with pytest.raises(ConfigError, match="inside the checkpoint, which it would damage"):
+        export(folder, folder / "new" / "out", "fp8-row")
+    assert not (folder / "new").exists()
+    with pytest.raises(ValueError, match="is not empty: choose another folder"):
+        export(folder, folder.parent, "fp8-row")
+    older = shutil.copytree(folder, tmp_path / "older")
+    state = json.loads((older / "trainer.json").read_text())
+    del state["recipes"]
+    (older / "trainer.json").write_text(json.dumps(state))
+    write_digests(older, {})
+    fails(older, "has no layer that computed in FP8")
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+    fails(folder, "is damaged: model.safetensors is not what was written")
+    plain = make_trainer(make_config(model=ONE_BLOCK))
+    plain.save(tmp_path / "plain")
+    fails(latest_checkpoint(tmp_path / "plain"), r"was trained in bf16.*precision\.recipe=rowwise")
+
+
+def test_sigterm_leaves_nothing(trained_in_fp8, tmp_path, monkeypatch):
+    def terminated(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("octavo.train.checkpoint.export.write", terminated)
+    result = CliRunner().invoke(app, ["export", str(trained_in_fp8[1]), str(tmp_path / "out")])
+    assert result.exit_code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
