@@ -75,21 +75,6 @@ def test_rows_to_ignore_do_not_count(noisy):
     assert task.loss(model, inputs, ignored).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-MISTAKES = [
-    ({"data": {"vocab_size": 300}}, "data.vocab_size is for text"),
-    ({"data": {"task": "image-classification", "label_dropout": 0.2}}, "data.label_dropout is for image generation"),
-    ({"data": {"label_dropout": 1.5}}, "data.label_dropout"),
-    ({"parallel": {"tp": 2}}, '"image-generation" with parallel.tp = 2'),
-    ({"eval": {"fraction": 0.1}}, "eval.fraction = 0.1 is for text"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=lambda case: str(case)[:40])
-def test_mistakes(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_config(tables(**changes))
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [

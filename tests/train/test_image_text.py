@@ -151,8 +151,6 @@ def test_files_are_read_and_too_few_or_too_long_are_errors(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel": {"tp": 2}}, '"image-text" with parallel.tp = 2'),
-        ({"data": {"split": "test"}}, "data.split is for text"),
         ({"model": {"config": LLAVA | {"text_config": {"model_type": "qwen2", "hiden_size": 3}}}},
          "text_config.hiden_size"),
         ({"model": {"config": LLAVA | {"vision_config": {"model_type": "siglip_vision"}}}}, "siglip_vision_model"),

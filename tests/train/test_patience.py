@@ -68,11 +68,6 @@ def test_a_measurement_that_a_signal_interrupted_counts(make_config, held_out, t
         assert (result.stopped, result.steps) == ("early", stop)
 
 
-def test_patience_needs_measurements(make_config, held_out):
-    with pytest.raises(ConfigError, match="eval.patience = 2 counts measurements, and eval.every = 0"):
-        make_config(**held_out(patience=2, every=0))
-
-
 def test_a_comparison_takes_no_patience(make_config, held_out, tmp_path):
     path = tmp_path / "a.toml"
     path.write_text(make_config(**held_out(patience=2)).to_toml())

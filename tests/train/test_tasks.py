@@ -52,14 +52,22 @@ def test_an_epoch_has_every_image_once_and_none_that_is_held_out(digits):
     assert torch.equal(in_order, all_pixels)
 
 
+GENERATION, WITH_TEXT = {"task": "image-generation"}, {"task": "image-text", "sequence_length": 9}
 MISTAKES = [
     ({"data": {"task": "image-clasification"}}, 'did you mean "image-classification"'),
     ({"data": {"vocab_size": 300}}, "data.vocab_size is for text"),
+    ({"data": GENERATION | {"vocab_size": 300}}, "data.vocab_size is for text"),
+    ({"data": WITH_TEXT | {"split": "test"}}, "data.split is for text"),
+    ({"data": {"label_dropout": 0.2}}, "data.label_dropout is for image generation"),
+    ({"data": GENERATION | {"label_dropout": 1.5}}, "data.label_dropout: should be less than or equal to 1"),
     ({"data": {"images": "a"}}, "data.images is for images with text"),
     ({"data": {"sequence_length": 4}}, "an image has one target"),
     ({"parallel": {"tp": 2}}, '"image-classification" with parallel.tp = 2'),
     ({"parallel": {"pp": 2}}, '"image-classification" with parallel.pp = 2'),
+    ({"data": GENERATION, "parallel": {"tp": 2}}, '"image-generation" with parallel.tp = 2'),
+    ({"data": WITH_TEXT, "parallel": {"tp": 2}}, '"image-text" with parallel.tp = 2'),
     ({"eval": {"fraction": 0.1}}, "eval.fraction = 0.1 is for text"),
+    ({"data": GENERATION, "eval": {"fraction": 0.1}}, "eval.fraction = 0.1 is for text"),
 ]
 
 

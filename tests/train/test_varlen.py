@@ -153,10 +153,6 @@ def test_auto_and_mistakes(make_config, lines):
         model = build_model(config, load(config).tokenizer)
         auto_attention(model, config, device)
         assert is_varlen(model) == (device == "cuda" and packing != "stream")
-    with pytest.raises(ConfigError, match=r'"varlen" is for packed documents: set data.packing = "documents"'):
-        make_config(model={"type": "llama", "config": LLAMA, "attention": "varlen"})
-    with pytest.raises(ConfigError, match='for packed text, and data.task is "image-text": leave it out'):
-        make_config(model={"type": "llama", "config": LLAMA, "attention": "varlen"}, data={"task": "image-text"})
     model, ids = make_model("llama", GROUPED), torch.ones(1, 8, dtype=torch.int64)
     packed_attention.register()
     model.set_attn_implementation(NAME)
