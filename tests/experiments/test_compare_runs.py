@@ -105,17 +105,13 @@ def test_what_are_no_seeds_is_refused(text, words):
 
 
 def test_settings_after_the_file_are_for_all_arms_and_seeds_from_its_own_on(config):
-    arms = make_arms(config, ["optim.lr=0.5"], ["a", "b:optim.lr=0.25 optim.micro_batches=2"], "2")
-    assert [arm.name for arm in arms] == ["a", "b"]
+    own = "optim.lr=0.25 optim.micro_batches=2 model.attention=eager"
+    arms = make_arms(config, ["optim.lr=0.5"], ["a", f"b:{own}"], "2")
+    assert [(arm.name, arm.configs[3].model.attention) for arm in arms] == [("a", "auto"), ("b", "eager")]
     assert all(list(arm.configs) == [3, 4] for arm in arms)
     assert [arm.configs[4].optim.lr for arm in arms] == [0.5, 0.25]
     assert [arm.configs[4].run.seed for arm in arms] == [4, 4]
     assert [arm.configs[4].run.name for arm in arms] == ["a-seed4", "b-seed4"]
-
-
-def test_arms_may_compute_attention_in_other_ways(config):
-    arms = make_arms(config, [], ["a", "b:model.attention=eager"], "2")
-    assert [arm.configs[3].model.attention for arm in arms] == ["auto", "eager"]
 
 
 @pytest.mark.parametrize(

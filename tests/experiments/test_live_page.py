@@ -68,27 +68,19 @@ def test_a_run_from_its_folder_to_its_end(run):
 
 
 @pytest.mark.parametrize(
-    ("stopped", "state", "notice"),
-    [("done", "done", ""), ("early", "done", "eval.patience"), ("sigterm", "stopped", "--resume goes on"),
-     ("non-finite", "failed", "was not finite"), ("other", "stopped", "has stopped: other"),
-     (None, "killed", "killed after step 7")],
+    ("stopped", "more", "state", "notice"),
+    [("done", [], "done", ""), ("early", [], "done", "eval.patience"), ("sigterm", [], "stopped", "--resume goes on"),
+     ("non-finite", [], "failed", "was not finite"), ("other", [], "stopped", "has stopped: other"),
+     (None, [], "killed", "killed after step 7"), ("done", [8, 9], "killed", "killed after step 9")],
 )  # fmt: skip
-def test_how_a_run_ended(stopped, state, notice, run):
+def test_how_a_run_ended_that_may_have_gone_on_past_its_end(stopped, more, state, notice, run):
     run.setup()
     run.step(*range(1, 8))
     if stopped is not None:
         run.end(stopped, steps=7)
+    run.step(*more)
     shown = Shown(LivePage(run.folder).html())
     assert shown.state == state and notice in shown.text
-
-
-def test_a_run_that_was_killed_after_it_went_on_past_its_end(run):
-    run.setup()
-    run.step(*range(1, 8))
-    run.end("done", steps=7)
-    run.step(8, 9)
-    shown = Shown(LivePage(run.folder).html())
-    assert shown.state == "killed" and "after step 9" in shown.text
 
 
 def test_a_folder_that_cannot_be_read_is_damaged(run):
