@@ -2,14 +2,13 @@
 
 import json
 import math
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from fake_runs import step
 from simulated_losses import HEALTHY, SPIKES, alarms, plain, steps
-from tiny_runs import ONE_BLOCK, At, Recorder, curve, fail, saved
+from tiny_runs import ONE_BLOCK, At, Recorder, curve, fail, saved, scaled_losses
 
 from octavo.train import NonFiniteError, run
 from octavo.train.checkpoint.retention import checkpoints
@@ -49,15 +48,15 @@ def test_a_rollback_killed_while_it_removes_a_checkpoint_leaves_no_partial_one(t
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000005"]
 
 
-@contextmanager
-def harder(*indices, factor=5.0):
-    loss = Trainer.loss
+def harder(*indices):
+    return scaled_losses(lambda trainer: 5.0 if trainer.step + trainer.skipped_batches in indices else 1.0)
 
-    def spoiled(self, *batch):
-        return loss(self, *batch) * (factor if self.step + self.skipped_batches in indices else 1.0)
 
-    with mock.patch.object(Trainer, "loss", spoiled):
-        yield
+def without_batches(first, count):
+    """Runs whose data never had these."""
+    batch = Corpus.batch
+    without = lambda self, seed, step, size: batch(self, seed, step + (count if step >= first else 0), size)  # noqa: E731
+    return mock.patch.object(Corpus, "batch", without)
 
 
 def recognized(rows, guard=None):
@@ -155,10 +154,7 @@ def test_a_run_goes_back_and_around(make_config, tmp_path):
     rows = read_metrics(tmp_path / "guarded")
     assert [row.step for row in rows] == list(range(1, 35)) and result.steps == 34
     assert saved(tmp_path / "guarded")["trainer"]["skipped_batches"] == 9
-    # The same as a run whose data never had those batches.
-    batch = Corpus.batch
-    without = lambda self, seed, step, size: batch(self, seed, step + (9 if step >= 20 else 0), size)  # noqa: E731
-    with mock.patch.object(Corpus, "batch", without):
+    with without_batches(20, 9):
         run(config, out=tmp_path / "without")
     assert curve(tmp_path / "guarded") == curve(tmp_path / "without")
     with pytest.raises(ConfigError, match="holds a run"):  # also by files that only a guarded run writes

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_ranks import checkpoints_through, job, losses, mistakes_job, same, slow, state
-from tiny_runs import GPT2, MIXTRAL, PIPELINE, Recorder, load
+from test_ranks import checkpoints_through, mistakes_job, same, slow, state
+from tiny_runs import GPT2, MIXTRAL, PIPELINE, Recorder, job, load, losses
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from octavo.parallel.pipeline_model import SCHEDULES, check_pipeline_model, divide, stages_of
@@ -322,13 +322,18 @@ WRONG = [
     ({"pp": 2, "schedule": "1f1b"}, "parallel.schedule: should be .*'1f1b'"),
     ({"pp": 2, "schedule": "ZBVZeroBubble"}, "set parallel.reshard_after_forward = false"),
     ({"tensor_parallel": 2}, "unknown key parallel.tensor_parallel"), ({"tp": 0}, "greater than or equal to 1"),
+    # Targets that do not count need data parallelism.
+    *(({name: 2, "data": {key: value}}, f'data.{key} = "{value}" with parallel.{name} = 2: only data parallelism')
+      for name in ("tp", "pp", "cp", "ep")
+      for key, value in (("packing", "documents"), ("packing", "none"), ("format", "messages"))),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("parallel", "message"), WRONG, ids=str)
 def test_mistakes_in_the_configuration(settings, parallel, message):
+    made = settings(data=parallel.pop("data", {}), optim={"micro_batches": 2})
     with pytest.raises(ConfigError, match=message):
-        parse_config(settings(parallel=parallel))
+        parse_config(made | {"parallel": parallel})
 
 
 @pytest.mark.parametrize("parallel", [{"dp_shard": 8}, {"tp": 2}, {"cp": 2}, {"ep": 4}, {"pp": 3}], ids=str)

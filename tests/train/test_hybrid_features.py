@@ -3,24 +3,22 @@
 import os
 import shutil
 import signal
-import tomllib
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_guard import GUARDED, LASTING
+from test_guard import GUARDED, LASTING, without_batches
 from test_hybrid import DROPOUT, LAYOUTS, MLP, STARCODER, moves, piloted_job, slow
-from test_ranks import job, losses, same, state
-from tiny_runs import MIXTRAL, PIPELINE
+from test_ranks import same, state
+from tiny_runs import MIXTRAL, PIPELINE, job, losses
 
 from octavo.parallel.combinations import ZERO_BUBBLE
 from octavo.parallel.pipeline_model import SCHEDULES
 from octavo.tensor import local_tensor
-from octavo.train import ConfigError, parse_config, read_metrics
+from octavo.train import read_metrics
 from octavo.train.checkpoint.retention import checkpoints
-from octavo.train.data.corpus import Corpus
 from octavo.train.ranks import LostRankError
 from octavo.train.record.metrics import read_events
 from octavo.train.record.statistics import read_statistics
@@ -86,15 +84,6 @@ def test_the_stages_of_a_pipeline_evaluate(gloo, dropping, tmp_path, layout, sch
         assert row.held_out.keys() == {"loss", "loss_high_precision", "loss_ema"}
 
 
-@pytest.mark.parametrize("name", ["tp", "pp", "cp", "ep"])
-@pytest.mark.parametrize("data", ['packing = "documents"', 'packing = "none"', 'format = "messages"'])
-def test_targets_that_do_not_count_need_data_parallelism(settings, name, data):
-    made = settings(optim={"micro_batches": 2})
-    made |= {"parallel": {name: 2}, "data": made["data"] | tomllib.loads(data)}
-    with pytest.raises(ConfigError, match=f"data.{data} with parallel.{name} = 2: only data parallelism"):
-        parse_config(made)
-
-
 def spoiled_job(tables, out):
     take = Trainer.forward_backward
 
@@ -106,9 +95,7 @@ def spoiled_job(tables, out):
 
 
 def without_job(tables, out, first, count):
-    batch = Corpus.batch
-    without = lambda self, seed, step, size: batch(self, seed, step + (count if step >= first else 0), size)  # noqa: E731
-    with mock.patch.object(Corpus, "batch", without):
+    with without_batches(first, count):
         job(tables, out)
 
 

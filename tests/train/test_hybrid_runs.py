@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from test_ranks import job as plain_job
-from test_ranks import losses
+from tiny_runs import job as plain_job
+from tiny_runs import losses
 
 from bf16_products import Float32Products
 from octavo.train.checkpoint.retention import checkpoints

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from tiny_runs import LLAMA, assert_same, curve
+from tiny_runs import ONE_BLOCK, assert_same, curve, scaled_losses
 
 from octavo.inspect import Autopilot, RecipeChange
 from octavo.train import loop, run
@@ -21,19 +21,17 @@ from octavo.train.checkpoint import store as checkpoint
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.guard import steps_in_a_row
 from octavo.train.record import metrics
-from octavo.train.trainer import Trainer
 
 LAYER = "model.layers.0.mlp.up_proj"
 LASTING = steps_in_a_row(16)
 BAD = {*range(22, 22 + LASTING), *range(32, 32 + LASTING)}
 """Batches of two spikes, the second of which goes back further."""
-MODEL = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}}
 GUARDED = {
-    "run": {"steps": 36, "save_every": 5, "keep": 2}, "model": MODEL, "guard": {"spike": 8.0, "window": 16},
+    "run": {"steps": 36, "save_every": 5, "keep": 2}, "model": ONE_BLOCK, "guard": {"spike": 8.0, "window": 16},
     "optim": {"lr": 1e-2, "schedule": "constant"}, "precision": {"level": "fp8", "autopilot": True},
 }  # fmt: skip
 FP16 = {
-    "run": {"steps": 32, "save_every": 4, "keep": 2}, "model": MODEL, "optim": {"lr": 3e-3, "schedule": "constant"},
+    "run": {"steps": 32, "save_every": 4, "keep": 2}, "model": ONE_BLOCK, "optim": {"lr": 3e-3, "schedule": "constant"},
     "precision": {"parameters": "fp16", "loss_scale": "dynamic"},
 }  # fmt: skip
 OVERFLOWS = {5, *range(10, 22), 26}  # Steps before which gradients overflow: the scale falls, collapses and is restored
@@ -85,12 +83,12 @@ def half_removed():
 
 @contextmanager
 def faults():
-    loss, act = Trainer.loss, Autopilot.act
+    act = Autopilot.act
 
-    def spoiled(trainer, *batch):
+    def factor(trainer):
         if trainer.loss_scale.active:
-            return loss(trainer, *batch) * (1e30 if trainer.step in OVERFLOWS else 1.0)
-        return loss(trainer, *batch) * (6.0 if trainer.step + trainer.skipped_batches in BAD else 1.0)
+            return 1e30 if trainer.step in OVERFLOWS else 1.0
+        return 6.0 if trainer.step + trainer.skipped_batches in BAD else 1.0
 
     def moving(pilot, *args, **options):
         moves = act(pilot, *args, **options)
@@ -101,7 +99,7 @@ def faults():
                 moves = [*moves, move]
         return moves
 
-    with mock.patch.object(Trainer, "loss", spoiled), mock.patch.object(Autopilot, "act", moving):
+    with scaled_losses(factor), mock.patch.object(Autopilot, "act", moving):
         yield
 
 

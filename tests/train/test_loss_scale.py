@@ -1,9 +1,8 @@
 import json
 import math
-from unittest import mock
 
 import pytest
-from tiny_runs import LLAMA, Recorder, saved
+from tiny_runs import ONE_BLOCK, Recorder, saved, scaled_losses
 
 from octavo.train import NonFiniteError, read_metrics, run
 from octavo.train.loss_scale import (
@@ -16,7 +15,6 @@ from octavo.train.loss_scale import (
     LossScale,
 )
 from octavo.train.record.metrics import read_events
-from octavo.train.trainer import Trainer
 
 SEQUENCES = [  # How many steps overflow, or do not, one after the other; the scale after them
     ("none", [(1, True), (1, False), (1, True)], 1.0), (512.0, [(1, True), (1, False), (1, True)], 512.0),
@@ -133,12 +131,7 @@ def test_zeros_alone_restore_a_scale_that_fell_and_no_other():
 
 
 def spoiled(overflowing, vanishing=()):
-    loss = Trainer.loss
-
-    def factor(step):
-        return 1e30 if step in overflowing else 1e-30 if step in vanishing else 1.0
-
-    return mock.patch.object(Trainer, "loss", lambda trainer, *batch: loss(trainer, *batch) * factor(trainer.step))
+    return scaled_losses(lambda t: 1e30 if t.step in overflowing else 1e-30 if t.step in vanishing else 1.0)
 
 
 def learned(rows):
@@ -148,7 +141,7 @@ def learned(rows):
 
 FP16 = {
     "precision": {"parameters": "fp16", "loss_scale": "dynamic"}, "optim": {"lr": 3e-3, "schedule": "constant"},
-    "model": {"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}},
+    "model": ONE_BLOCK,
 }  # fmt: skip
 
 

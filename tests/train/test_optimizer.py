@@ -6,7 +6,6 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import GROUPS, ONE_BLOCK, Recorder, saved
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
 from octavo.train import read_metrics, run
@@ -25,6 +24,7 @@ from octavo.train.optimizer import (
     learning_rate,
     parameter_settings,
 )
+from support.dispatch_modes import Passing
 
 OPTIM = Optim(lr=1e-3, weight_decay=0.1, clip=0.0)
 
@@ -130,11 +130,12 @@ def test_one_micro_batch_keeps_its_bf16_gradients(clip):
             optimizer.accumulate()
             before = [p.grad.clone() for p in model.parameters() if not adds_up and p.requires_grad]
             norm = optimizer.gradient_norm(1.0)
-            with Operations() as called:
+            with Passing() as called:
                 optimizer.step(1e-2, norm, norm_value=norm.item())
             if not adds_up:
                 assert all(map(torch.equal, before, (p.grad for p in model.parameters() if p.requires_grad)))
-                assert not {"_foreach_mul_", "_foreach_copy_", "_fused_adamw_"} & called.names
+                names = {func.overloadpacket.__name__ for func in called.seen}
+                assert not {"_foreach_mul_", "_foreach_copy_", "_fused_adamw_"} & names
             optimizer.zero_grad()
             assert all(p.grad is None for p in model.parameters())
         for name, master in optimizer.state_dict()["masters"].items():
@@ -171,16 +172,6 @@ def test_summands_of_ranks_add_up_in_fp32():
     optimizer.step(1e-2, optimizer.gradient_norm(1.0))
     assert torch.equal(model[1].weight, optimizer.state_dict()["masters"]["1.weight"].bfloat16())
     assert (model[1].weight != 1).any()
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("adds_up", [(True, False), (False, True), (False, False)])
@@ -347,10 +338,6 @@ def test_which_parameters_muon_optimizes(make_config):
     assert own == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}
     with pytest.raises(ConfigError, match=r'"\*embed\*" matches .*embed_tokens.weight, which muon = true does not fit'):
         parameter_settings(model, optim({"match": "*embed*", "muon": True}, name="muon"))
-    with pytest.raises(ConfigError, match=r'optim.groups: muon is for optim.name = "muon"'):
-        make_config(optim={"groups": [{"match": "*.o_proj", "muon": False}]})
-    with pytest.raises(ConfigError, match=r'optim.name = "muon" with parallel.tp = 2: Muon needs whole matrices'):
-        make_config(optim={"name": "muon"}, parallel={"tp": 2})
 
 
 PRECISIONS = [{}, {"level": "fp8+activations+optimizer"}, {"parameters": "fp32"}]
@@ -399,7 +386,5 @@ def test_evaluation_and_export_of_the_average(make_config, tmp_path):
     assert measured["loss"] == pytest.approx(last["loss_ema"], abs=1e-4)
     with pytest.raises(ConfigError, match="has no averaged weights: train with optim.ema"):
         export(latest_checkpoint(tmp_path / "plain"), tmp_path / "none", ema=True)
-    with pytest.raises(ConfigError, match="eval.ema measures averaged weights, and there are none"):
-        make_config(eval={"ema": True})
     with pytest.raises(ConfigError, match=r"another run: there optim.ema = 0.9, here unset"):
         run(make_config(**sections | {"optim": {}, "eval": {"fraction": 0.3}}), out=tmp_path / "run", resume=True)

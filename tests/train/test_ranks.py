@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_runs import job, load
+from tiny_runs import job, load, losses
 from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
@@ -46,10 +46,6 @@ MODES = {
 
 def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
-
-
-def losses(out):
-    return [row.loss for row in read_metrics(Path(out))]
 
 
 @pytest.mark.thorough
@@ -287,11 +283,8 @@ def test_who_counts_is_alive(monkeypatch):
     beats[0].close()
 
 
-def test_one_process_has_no_collectives():
+def test_an_error_of_ddp_in_forward_is_a_collectives_and_one_process_has_none(monkeypatch):
     assert not from_collective(dist.DistBackendError("NCCL error"))
-
-
-def test_an_error_of_ddp_in_forward_is_a_collectives(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     for module, expected in (("torch.nn.parallel.distributed", True), ("my.model", False)):

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from test_ranks import job, losses, same, state
-from tiny_runs import Recorder, load
+from test_ranks import same, state
+from tiny_runs import Recorder, job, load, losses
 
 from octavo.train import ConfigError, NonFiniteError, RunResult, parse_config, run
 from octavo.train import loop as loop_module

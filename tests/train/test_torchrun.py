@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_runs import losses
 
 from octavo.train import RunResult, read_metrics
 from octavo.train.checkpoint.retention import checkpoints
@@ -75,10 +76,6 @@ class Launched:
 
 def steps_of(out):
     return max((row.step for row in read_metrics(out)), default=0)
-
-
-def losses(out):
-    return [row.loss for row in read_metrics(out)]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -94,6 +95,12 @@ def image_tables(model, data, /, **sections):
     return settings
 
 
+def scaled_losses(factor):
+    """Trainers whose losses are multiplied by `factor(trainer)`."""
+    loss = Trainer.loss
+    return mock.patch.object(Trainer, "loss", lambda trainer, *batch: loss(trainer, *batch) * factor(trainer))
+
+
 def fail():
     raise RuntimeError("killed")
 
@@ -146,6 +153,10 @@ def assert_no_trace(often, never, *, statistics):
     assert not different and curve(often) == curve(never)
     if statistics:
         assert (often / "statistics.jsonl").read_text() == (never / "statistics.jsonl").read_text()
+
+
+def losses(out):
+    return [row.loss for row in read_metrics(Path(out))]
 
 
 def curve(out):
