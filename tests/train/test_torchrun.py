@@ -7,9 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from test_long_runs import children
 from tiny_runs import losses
 
 from octavo.train import RunResult, read_metrics
@@ -49,15 +49,7 @@ class Launched:
         return self._process.pid
 
     def workers(self):
-        pids = []
-        for entry in Path("/proc").iterdir():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) if entry.name.isdigit() else 0
-            except (OSError, IndexError):
-                continue
-            if parent == self._process.pid:
-                pids.append(int(entry.name))
-        return sorted(pids)
+        return sorted(children(self.pid))
 
     def until(self, condition):
         end = time.monotonic() + PATIENCE
