@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from test_guard import GUARDED, LASTING, without_batches
 from test_hybrid import DROPOUT, LAYOUTS, MLP, STARCODER, moves, piloted_job, slow
-from test_ranks import same, state
+from test_ranks import assert_same_ends
 from tiny_runs import MIXTRAL, PIPELINE, job, losses
 
 from octavo.parallel.combinations import ZERO_BUBBLE
@@ -185,9 +185,7 @@ def test_a_rank_that_is_killed(gloo, settings, tmp_path, monkeypatch, mesh):
     for rank in {*range(world)} - {1}:
         assert f"rank {rank}: another rank has ended" in (tmp_path / f"killed-{rank}").read_text()
     gloo.run(job, world, made, str(tmp_path / "killed"), resume=True, timeout=300.0)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    last = [checkpoints(tmp_path / name)[-1] for name in ("killed", "whole")]
-    assert same(state(made, last[0]), state(made, last[1]))
+    assert_same_ends(made, tmp_path, "killed", "whole")
 
 
 def overflowing_job(tables, out, step, rank):

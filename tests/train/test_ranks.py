@@ -31,7 +31,7 @@ from octavo.train.ranks import (
     join_ranks,
 )
 from octavo.train.trainer import Trainer
-from processes import Failed
+from processes import Failed, on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -98,6 +98,13 @@ def same(one, other):
     return True
 
 
+def assert_same_ends(settings, out, one, other):
+    """Two runs with the same losses and gradient norms end in the same state, bit for bit."""
+    curves = [[(row.loss, row.grad_norm) for row in read_metrics(out / name)] for name in (one, other)]
+    assert curves[0] == curves[1]
+    assert same(*(state(settings, checkpoints(out / name)[-1]) for name in (one, other)))
+
+
 def bits(tensor):
     return tensor.contiguous().view(torch.uint8) if tensor.ndim else tensor
 
@@ -146,10 +153,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(gloo, tables, tmp_path, parallel
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     shutil.rmtree(checkpoints(tmp_path / "part")[-1])
     gloo.run(job, 2, settings, str(tmp_path / "part"), resume=True)
-    parts = [[(row.loss, row.grad_norm) for row in read_metrics(tmp_path / name)] for name in ("part", "whole")]
-    assert parts[0] == parts[1]
-    last = [checkpoints(tmp_path / name)[-1] for name in ("part", "whole")]
-    assert same(state(settings, last[0]), state(settings, last[1]))
+    assert_same_ends(settings, tmp_path, "part", "whole")
 
 
 @pytest.mark.thorough
@@ -233,41 +237,29 @@ def test_a_rank_that_is_gone(gloo, action, signal_number):
     assert "AssertionError: lost: rank 0: another rank has ended or does not answer" in str(failed.value)
 
 
-def alive_job(action):
-    start = time.monotonic()
-    try:
-        with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
-            try:
-                action()
-            finally:
-                dist.barrier()
-    except Exception as error:
-        return type(error).__name__, str(error), getattr(error, "__notes__", []), time.monotonic() - start
-    return None
-
-
 @pytest.mark.parametrize("action", [invalid, out_of_memory, positive, other_shapes])
-def test_an_error_while_all_ranks_are_alive_is_no_lost_rank(gloo, action):
-    for name, _, notes, seconds in gloo.run(alive_job, 2, action):
-        assert name in ("RuntimeError", "DistBackendError")
-        if action in (invalid, out_of_memory):
-            assert "every other rank is alive" in notes[0]
-        assert seconds < GRACE_SECONDS
+@on_ranks(2)
+def test_an_error_while_all_ranks_are_alive_is_no_lost_rank(action):
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught, _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
+        try:
+            action()
+        finally:
+            dist.barrier()
+    assert type(caught.value) in (RuntimeError, dist.DistBackendError)
+    if action in (invalid, out_of_memory):
+        assert "every other rank is alive" in caught.value.__notes__[0]
+    assert time.monotonic() - start < GRACE_SECONDS
 
 
-def leaving_job():
-    try:
-        with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
-            if dist.get_rank() == 1:
-                raise ValueError("own")
-            time.sleep(2 * BEAT_SECONDS)
-            out_of_memory()
-    except (LostRankError, ValueError) as error:
-        return type(error).__name__
-
-
-def test_a_rank_that_leaves_is_gone(gloo):
-    assert gloo.run(leaving_job, 2) == ["LostRankError", "ValueError"]
+@on_ranks(2)
+def test_a_rank_that_leaves_is_gone():
+    expected = pytest.raises(ValueError if dist.get_rank() == 1 else LostRankError)
+    with expected, _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
+        if dist.get_rank() == 1:
+            raise ValueError("own")
+        time.sleep(2 * BEAT_SECONDS)
+        out_of_memory()
 
 
 def test_who_counts_is_alive(monkeypatch):

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from test_ranks import same, state
-from tiny_runs import Recorder, job, load, losses
+from test_ranks import assert_same_ends
+from tiny_runs import LLAMA, ONE_BLOCK, At, job, load, losses
 
 from octavo.train import ConfigError, NonFiniteError, RunResult, parse_config, run
 from octavo.train import loop as loop_module
@@ -32,6 +32,11 @@ from octavo.train.trainer import Trainer
 from processes import Failed
 
 pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def tables(tables):
+    return lambda **sections: tables(**{"model": ONE_BLOCK} | sections)
 
 
 def timed_error(function, *args, **options):
@@ -177,12 +182,10 @@ def test_a_folder_that_machines_do_not_share(gloo, tables, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("parallel", [{}, {"reshard_after_forward": False}], ids=str)
 def test_one_rank_with_its_states_in_host_memory(gloo, tables, tmp_path, parallel):
-    settings = tables(run={"steps": 3}, precision={"level": "fp8"})
+    settings = tables(model={"type": "llama", "config": LLAMA}, run={"steps": 3}, precision={"level": "fp8"})
     gloo.run(job, 1, settings | {"parallel": {"cpu_offload": True} | parallel}, str(tmp_path / "offload"))
     job(settings, tmp_path / "one")
-    assert losses(tmp_path / "offload") == losses(tmp_path / "one")
-    last = [checkpoints(tmp_path / name)[-1] for name in ("offload", "one")]
-    assert same(state(settings, last[0]), state(settings, last[1]))
+    assert_same_ends(settings, tmp_path, "offload", "one")
 
 
 def damaged_job(settings, folder):
@@ -258,14 +261,11 @@ def test_a_run_that_was_not_begun_is_not_taken_for_one_to_go_on_with(launcher, t
 def test_an_interrupt_that_comes_twice_saves(launcher, tables, tmp_path):
     """Ctrl-C reaches the processes themselves, and then once more through torchrun."""
 
-    class Interrupted(Recorder):
-        def step(self, row):
-            super().step(row)
-            if row.step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-                os.kill(os.getpid(), signal.SIGINT)
+    def interrupt_twice():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
 
-    result = run(parse_config(tables()), out=tmp_path / "out", progress=Interrupted())
+    result = run(parse_config(tables()), out=tmp_path / "out", progress=At(2, interrupt_twice))
     assert (result.stopped, result.steps) == ("sigterm", 2)
     assert [path.name for path in checkpoints(tmp_path / "out")] == ["step-000002"]
 

@@ -23,7 +23,8 @@ from octavo.train.data.tokenizer import train_tokenizer
 )
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_resume_is_bitwise_the_uninterrupted_run(stop, sections, make_config, tmp_path):
-    config = make_config(**sections)
+    two_blocks = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 2}}
+    config = make_config(**{"model": two_blocks} | sections)
     run(config, out=tmp_path / "whole")
     assert run(config, out=tmp_path / "cut", progress=At(stop, terminate)).stopped == "sigterm"
     assert len(read_metrics(tmp_path / "cut")) == stop
