@@ -1,13 +1,12 @@
 """Fixtures of tests that run the trainer."""
 
-import json
 import warnings
 
 import numpy as np
 import pytest
 import torch
 from tensorboard.summary.writer import event_file_writer
-from tiny_runs import LLAMA, MIXTRAL, PIPELINE, WIDE_LLAMA, load, sentences
+from tiny_runs import LLAMA, MIXTRAL, PIPELINE, WIDE_LLAMA, load, put_texts, sentences
 
 from octavo.train.config.run_config import ConfigError, parse_config
 from processes import gloo  # noqa: F401  a fixture
@@ -112,5 +111,4 @@ def lines(tmp_path):
     rng = np.random.default_rng(0)
     words = sentences(60).split()
     texts = [" ".join(rng.choice(words, rng.integers(1, 30))) for _ in range(120)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return {"source": str(tmp_path / "a.jsonl")}
+    return {"source": put_texts(tmp_path / "a.jsonl", texts)}

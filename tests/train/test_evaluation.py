@@ -1,22 +1,14 @@
 """Held-out text: which documents, the same loss as a plain loop, on any ranks, and no trace of it in training."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import GPT2, Recorder, assert_no_trace, load, sentences
+from tiny_runs import GPT2, Recorder, assert_no_trace, load, put_texts, sentences
 from transformers import AutoModelForCausalLM
 
 from octavo.train import ConfigError, RunResult, loop, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.ranks import Ranks
-
-
-def write_lines(folder, lines, name="a"):
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    return str(path)
 
 
 def texts(loaded):
@@ -26,7 +18,7 @@ def texts(loaded):
 
 def test_documents_are_trained_on_or_held_out(make_config, tmp_path):
     lines = [*sentences(200).splitlines(), *["the same line, many times over"] * 30]
-    settings = {"source": write_lines(tmp_path, lines), "shuffle": False}
+    settings = {"source": put_texts(tmp_path / "a.jsonl", lines), "shuffle": False}
     loaded = load(make_config(data=settings, eval={"fraction": 0.2}))
     held_out = loaded.held_out
     assert held_out is not None
@@ -43,7 +35,7 @@ def test_documents_are_trained_on_or_held_out(make_config, tmp_path):
     (tmp_path / "only").mkdir()
     vocabulary = tmp_path / "tokenizer"
     loaded.tokenizer.save(vocabulary)
-    only = {"source": write_lines(tmp_path / "only", trained), "shuffle": False, "tokenizer": str(vocabulary)}
+    only = {"source": put_texts(tmp_path / "only" / "a.jsonl", trained), "shuffle": False, "tokenizer": str(vocabulary)}
     expected, actual = load(make_config(data=only)), loaded
     assert actual.windows == expected.windows
     for step in range(3):
@@ -54,7 +46,7 @@ def test_documents_are_trained_on_or_held_out(make_config, tmp_path):
 def test_what_one_source_holds_out_no_other_trains_on(make_config, tmp_path):
     """Of two sources with documents in common the smallest hashes of each are others."""
     both, more = sentences(20).splitlines(), sentences(60, seed=1).splitlines()
-    paths = [write_lines(tmp_path, both, "a"), write_lines(tmp_path, [*both, *more], "b")]
+    paths = [put_texts(tmp_path / "a.jsonl", both), put_texts(tmp_path / "b.jsonl", [*both, *more])]
     sources = [{"source": path, "weight": 1} for path in paths]
     loaded = load(make_config(data={"source": "", "sources": sources}, eval={"fraction": 0.3}))
     alone = [load(make_config(data={"source": path}, eval={"fraction": 0.3})) for path in paths]
@@ -67,8 +59,8 @@ def test_what_one_source_holds_out_no_other_trains_on(make_config, tmp_path):
 
 def test_held_out_data_of_its_own(make_config, tmp_path):
     lines, others = sentences(60).splitlines(), sentences(40, seed=1).splitlines()
-    overlapping = write_lines(tmp_path, [*others, *lines[:7]], "others")
-    settings = {"source": write_lines(tmp_path, lines)}
+    overlapping = put_texts(tmp_path / "others.jsonl", [*others, *lines[:7]])
+    settings = {"source": put_texts(tmp_path / "a.jsonl", lines)}
     seen = Recorder()
     loaded = load(make_config(data=settings, eval={"source": overlapping}), seen)
     assert loaded.fingerprint == load(make_config(data=settings)).fingerprint
@@ -90,9 +82,9 @@ def test_held_out_data_of_its_own(make_config, tmp_path):
     ],
 )  # fmt: skip
 def test_mistakes(lines, settings, message, make_config, tmp_path):
+    data = {"source": put_texts(tmp_path / "a.jsonl", lines), "sequence_length": 64 if "longer" in message else 16}
     with pytest.raises(ConfigError, match=message):
-        length = 64 if "longer" in message else 16
-        load(make_config(data={"source": write_lines(tmp_path, lines), "sequence_length": length}, eval=settings))
+        load(make_config(data=data, eval=settings))
 
 
 def expected_loss(model, held_out, rows):
@@ -137,7 +129,7 @@ TRACES = [
     ids=str,
 )
 def test_evaluation_leaves_no_trace(case, make_config, tmp_path):
-    own = write_lines(tmp_path, sentences(40, seed=7).splitlines())
+    own = put_texts(tmp_path / "a.jsonl", sentences(40, seed=7).splitlines())
     for name, every in (("often", 1), ("never", None)):
         section = {} if every is None else {"eval": {"every": every, "source": own, "batches": 2}}
         run(make_config(**case, **section), out=tmp_path / name)

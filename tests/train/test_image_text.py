@@ -122,17 +122,12 @@ def record(**changes):
     return {key: value for key, value in ({"image": "a.png", "conversations": turns} | changes).items() if value}
 
 
-def write(folder, records):
-    Image.new("RGB", (9, 5), (255, 0, 0)).save(folder / "a.png")
-    (folder / "data.json").write_text(json.dumps(records), encoding="utf-8")
-    return {"source": str(folder / "data.json"), "sequence_length": 40}
-
-
 VISION = {"vision_config": LLAVA["vision_config"] | {"image_size": 8, "num_channels": 3}}
 
 
 def test_files_are_read_and_too_few_or_too_long_are_errors(tmp_path):
-    data = write(tmp_path, [record(image=f"{number}.png") for number in range(10)])
+    (tmp_path / "data.json").write_text(json.dumps([record(image=f"{number}.png") for number in range(10)]))
+    data = {"source": str(tmp_path / "data.json"), "sequence_length": 40}
     for number in range(10):
         Image.new("RGB", (9, 5), (255, number, 0)).save(tmp_path / f"{number}.png")
     config = parse_config(tables(data=data, model={"config": LLAVA | VISION}))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pyarrow import parquet
-from tiny_runs import LLAMA, At, Recorder, assert_same, load, sentences, terminate
+from tiny_runs import LLAMA, At, Recorder, assert_same, load, put, sentences, terminate
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from octavo.nn.causal import IGNORE
@@ -66,14 +66,8 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def chats(tmp_path, tokenizer):
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in CONVERSATIONS))
-    return {"source": str(path), "format": "messages", "tokenizer": str(tokenizer), "sequence_length": 64}
-
-
-def put(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return str(path)
+    path = put(tmp_path / "chats.jsonl", *({"messages": messages} for messages in CONVERSATIONS))
+    return {"source": path, "format": "messages", "tokenizer": str(tokenizer), "sequence_length": 64}
 
 
 @pytest.mark.parametrize("template", [TAGGED, UNTAGGED, PLAIN_TEMPLATE])

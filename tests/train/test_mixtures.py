@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_runs import At, Recorder, assert_same, curve, job, load, sentences, terminate
+from tiny_runs import At, Recorder, assert_same, curve, job, load, put, put_texts, sentences, terminate
 
 from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, run
@@ -41,9 +41,7 @@ def files(tmp_path, tokenizer):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     for number in range(2):
-        texts = rows_of(90, number)
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (tmp_path / "a" / f"{number}.jsonl").write_text(lines)
+        put_texts(tmp_path / "a" / f"{number}.jsonl", rows_of(90, number))
     datasets.Dataset.from_dict({"text": rows_of(60, 7)}).to_parquet(tmp_path / "b" / "x.parquet", batch_size=10)
     return {
         "source": "", "tokenizer": tokenizer, "cache": str(tmp_path / "cache"), "packing": "documents",
@@ -186,11 +184,10 @@ def test_blocks_of_lines_have_each_line_once(lines, size, tmp_path_factory):
 
 
 def test_bad_lines_deep_in_a_streamed_file_have_their_number(make_config, files, tmp_path):
-    path = tmp_path / "bad.jsonl"
-    rows = [json.dumps({"text": text}) for text in rows_of(90, 3)]
-    for bad in ("{", '{"text": 3}'):
-        path.write_text("\n".join([*rows[:70], bad, *rows[70:]]))
-        data = {**files, "sources": [], "source": str(path)} | STREAMED
+    rows = [{"text": text} for text in rows_of(90, 3)]
+    for bad in ("{", {"text": 3}):
+        path = put(tmp_path / "bad.jsonl", *rows[:70], bad, *rows[70:])
+        data = {**files, "sources": [], "source": path} | STREAMED
         with pytest.raises(ConfigError, match=r"bad.jsonl, line 71"):
             loaded = load(make_config(data=data))
             [loaded.row(0, sample) for sample in range(loaded.windows)]
@@ -287,20 +284,18 @@ def test_what_cannot_be_streamed(make_config, refuse, files, tmp_path):
 
 
 def test_documents_that_are_also_evaluated_on_count_once_and_from_the_first_chunk_on(make_config, files, tmp_path):
-    lines = [json.dumps({"text": text}) + "\n" for text in rows_of(5, 0)]
-    (tmp_path / "e.jsonl").write_text("".join(lines))
+    held_out = put_texts(tmp_path / "e.jsonl", rows_of(5, 0))
     for chunk_bytes in (2000, 1 << 20):
         one = one_of(files) | STREAMED | {"chunk_bytes": chunk_bytes}
         seen = Recorder()
-        data = load(make_config(data=one, eval={"source": str(tmp_path / "e.jsonl")}), seen)
+        data = load(make_config(data=one, eval={"source": held_out}), seen)
         [data.row(0, sample) for sample in range(3 * data.windows)]
         notes = [note for note in seen.notes if "also evaluated" in note]
         assert notes[-1] == "5 documents trained on so far are also evaluated on", notes
 
 
 def test_a_chunk_whose_rows_have_no_text(read, refuse, files, tmp_path):
-    lines = "".join(json.dumps({"title": text}) + "\n" for text in rows_of(90, 1))
-    (tmp_path / "a" / "1.jsonl").write_text(lines)
+    put(tmp_path / "a" / "1.jsonl", *({"title": text} for text in rows_of(90, 1)))
     one = one_of(files) | {"shuffle": False} | STREAMED
     data = read(**one)
     rows = [data.row(0, sample)[0] for sample in range(3 * data.windows)]

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from tiny_runs import Recorder, assert_same, terminate
+from tiny_runs import Recorder, assert_same, flip, terminate
 
 from octavo.experiments.compare_runs import make_arms
 from octavo.train import ConfigError, read_metrics, run
@@ -82,10 +82,7 @@ def saved(make_config, tmp_path):
 
 
 def damage(folder):
-    path = folder / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 4
-    path.write_bytes(content)
+    flip(folder / "model.safetensors", 30_000)
 
 
 def test_a_resume_goes_on_from_the_newest_whole_checkpoint(make_config, saved, tmp_path):

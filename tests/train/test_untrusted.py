@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_runs import LLAMA, job, load
+from tiny_runs import LLAMA, ONE_BLOCK, job, load
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -48,10 +48,7 @@ def refused_job(tables, out):
 
 @pytest.fixture
 def tables(make_config):
-    config = make_config(
-        model={"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}}, run={"steps": 1},
-        optim={"warmup": 0, "schedule": "constant"},
-    )  # fmt: skip
+    config = make_config(model=ONE_BLOCK, run={"steps": 1}, optim={"warmup": 0, "schedule": "constant"})
     return config.model_dump(exclude_none=True) | {"parallel": {"fp8_comm": "off"}}
 
 

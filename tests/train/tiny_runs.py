@@ -57,6 +57,22 @@ def sentences(count, seed=0):
     return "\n".join(" ".join(rng.choice(words, 8)) + "." for _ in range(count))
 
 
+def flip(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def put(path, *rows):
+    """Write lines of JSON, or of text as it is."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def put_texts(path, texts):
+    return put(path, *({"text": text} for text in texts))
+
+
 GPT2 = {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}}
 
 
