@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import LLAMA, load, make_trainer
+from tiny_runs import LLAMA, ONE_BLOCK, load, make_trainer
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
@@ -77,7 +77,7 @@ def test_fused_kernels_are_planned_where_blocks_run_eagerly(make_config, monkeyp
     own_bytes, *fewer = (run.memory.largest[ACTIVATIONS] for run in (own, fused, auto))
     assert 0.8 * own_bytes > fewer[0] == fewer[1]
     assert plan("auto", "auto").plan == plan("none", "auto", "a100").plan == Plan({}) != auto.plan == fused.plan
-    assert plan("auto", "fused").time.rest == plan("auto", "bf16").time.rest < 0.7 * own.time.rest  # they compile
+    assert plan("auto", "fused").time.rest == plan("auto", "bf16").time.rest < 0.7 * own.time.rest  # compiled
     whole = plan("none", "fused", planner=plan_step)
     assert (whole.configured.time, whole.bf16.rest) == (fused.time, own.time.rest)
 
@@ -136,16 +136,17 @@ def test_within_5_percent_of_pytorchs_tracker(path, precision):
 
 
 def test_accumulated_gradients_are_there_throughout(make_config):
-    once = plan_memory(make_config(optim={"batch": 2}))
-    many = plan_memory(make_config(optim={"batch": 6, "micro_batches": 3}))
+    once = plan_memory(make_config(model=ONE_BLOCK, optim={"batch": 2}))
+    many = plan_memory(make_config(model=ONE_BLOCK, optim={"batch": 6, "micro_batches": 3}))
     assert many.batch == once.batch == 2 and many.at_peak["gradients"] > once.at_peak["gradients"]
 
 
 def test_a_local_checkpoint_is_planned_without_its_weights(tmp_path, make_config):
-    LlamaForCausalLM(LlamaConfig(**LLAMA, vocab_size=300)).save_pretrained(tmp_path)
+    fields = ONE_BLOCK["config"] | {"vocab_size": 300}
+    LlamaForCausalLM(LlamaConfig(**fields)).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     by_path = plan_memory(make_config(model={"path": str(tmp_path)}))
-    by_type = plan_memory(make_config(model={"type": "llama", "config": LLAMA | {"vocab_size": 300}}))
+    by_type = plan_memory(make_config(model={"type": "llama", "config": fields}))
     assert by_path.at_peak == by_type.at_peak
 
 

@@ -119,11 +119,6 @@ def test_conversations_stay_conversations_and_nothing_of_the_source_stays(tmp_pa
         assert (small.source, small.sources, small.streaming) == (source, (), False)
 
 
-def test_images_are_shrunk_to_batches_a_vit_learns_from():
-    small = shrunk(CONFIGS / "vit-l16.toml")
-    assert (small.optim.batch, small.optim.lr, small.optim.warmup) == (32, 5e-4, 6)
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [

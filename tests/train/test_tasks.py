@@ -128,3 +128,5 @@ def test_ready_models_of_images_shrink(name):
     heads, width = model["num_attention_heads"], model.get("hidden_size", 256)
     assert config.data.source == "digits" and heads < large["num_attention_heads"] and width <= 256
     assert model["patch_size"] == large["patch_size"]
+    optim = config.optim
+    assert name == "dit-xl" or (optim.batch, optim.lr, optim.warmup) == (32, 5e-4, 6)  # from which a ViT learns
