@@ -17,7 +17,6 @@ from octavo.train.config.sections import GuardConfig
 from octavo.train.data.corpus import Corpus
 from octavo.train.guard import STEPS_PER_ALARM, SpikeError, SpikeGuard, steps_in_a_row
 from octavo.train.record.metrics import read_events, read_metrics
-from octavo.train.trainer import Trainer
 
 GUARDED = {
     "run": {"steps": 34, "save_every": 5}, "model": ONE_BLOCK, "guard": {"spike": 8.0, "window": 16},
@@ -48,8 +47,8 @@ def test_a_rollback_killed_while_it_removes_a_checkpoint_leaves_no_partial_one(t
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000005"]
 
 
-def harder(*indices):
-    return scaled_losses(lambda trainer: 5.0 if trainer.step + trainer.skipped_batches in indices else 1.0)
+def harder(indices, factor=5.0, name="loss"):
+    return scaled_losses(lambda t: factor if t.step + t.skipped_batches in indices else 1.0, name)
 
 
 def without_batches(first, count):
@@ -145,7 +144,7 @@ def test_the_way_back_is_before_the_rise_and_further_if_it_comes_back(tmp_path):
 
 def test_a_run_goes_back_and_around(make_config, tmp_path):
     config, recorder = make_config(**GUARDED), Recorder()
-    with harder(*LASTING):
+    with harder(LASTING):
         result = run(config, out=tmp_path / "guarded", progress=recorder)
     (event,) = read_events(tmp_path / "guarded")
     assert (event["step"], event["event"], event["to"]) == (29, "rollback", 20) and event["text"] in recorder.notes
@@ -185,7 +184,7 @@ class Killed(Recorder):
 def test_a_rollback_is_counted_once_however_often_the_run_is_killed(make_config, tmp_path):
     once = GUARDED | {"guard": {"spike": 8.0, "window": 16, "rollbacks": 1}}
     config = make_config(**once)
-    with harder(*LASTING, *range(31, 60)):
+    with harder({*LASTING, *range(31, 60)}):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="killed"):
                 killed = At(21, fail) if read_events(tmp_path) else Killed("Back to")
@@ -196,18 +195,13 @@ def test_a_rollback_is_counted_once_however_often_the_run_is_killed(make_config,
 
 
 @pytest.mark.thorough
-def test_what_is_not_finite_is_a_spike_too_until_it_has_gone_back_enough(make_config, tmp_path, monkeypatch):
-    take, failing = Trainer.forward_backward, {12}
-
-    def spoiled(self, *batch):
-        return take(self, *batch) * (math.nan if self.step + self.skipped_batches in failing else 1)
-
-    monkeypatch.setattr(Trainer, "forward_backward", spoiled)
-    run(make_config(**GUARDED), out=tmp_path / "once")
+def test_what_is_not_finite_is_a_spike_too_until_it_has_gone_back_enough(make_config, tmp_path):
+    with harder({12}, math.nan, "forward_backward"):
+        run(make_config(**GUARDED), out=tmp_path / "once")
     (event,) = read_events(tmp_path / "once")
     assert "step 13: the loss is nan" in event["text"] and "without the 3 batches" in event["text"]
-    failing |= set(range(12, 99))
-    with pytest.raises(NonFiniteError, match="step 6: the loss is nan"):
+    failing = harder(range(12, 99), math.nan, "forward_backward")
+    with failing, pytest.raises(NonFiniteError, match="step 6: the loss is nan"):
         run(make_config(**GUARDED), out=tmp_path / "often")
     texts = [event["text"] for event in read_events(tmp_path / "often")]
     assert len(texts) == 3 and texts[-1].endswith("the guard goes off after this one (guard.rollbacks)")

@@ -111,10 +111,10 @@ def image_tables(model, data, /, **sections):
     return settings
 
 
-def scaled_losses(factor):
-    """Trainers whose losses are multiplied by `factor(trainer)`."""
-    loss = Trainer.loss
-    return mock.patch.object(Trainer, "loss", lambda trainer, *batch: loss(trainer, *batch) * factor(trainer))
+def scaled_losses(factor, name="loss"):
+    """Trainers whose losses, or what else a method returns, are multiplied by `factor(trainer)`."""
+    method = getattr(Trainer, name)
+    return mock.patch.object(Trainer, name, lambda trainer, *batch: method(trainer, *batch) * factor(trainer))
 
 
 def fail():
