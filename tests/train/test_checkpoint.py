@@ -278,6 +278,7 @@ DAMAGE = {
     "README is not part of it": lambda folder: (folder / "README").write_text(""),
     "digests.json is not what was written": lambda folder: (folder / "digests.json").unlink(),
     "model.safetensors is not what": lambda folder: flip(folder / "model.safetensors", 8000),
+    "optimizer.pt is not what": lambda folder: flip(folder / "optimizer.pt", 8000),
 }
 
 
