@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from octavo.numerics import LEVELS, RECIPES, Decision, Plan, Precision, Recipe, get_recipe
+from octavo.numerics import LEVELS, RECIPES, Decision, Plan, Precision, Recipe
 from octavo.numerics.plan import PlanRow
 
 
@@ -11,22 +11,15 @@ def test_json_round_trips(name):
     assert Recipe.from_json(RECIPES[name].to_json()) == RECIPES[name]
 
 
-def test_which_recipes_fold_follows_from_their_granularity():
-    assert {name: (r.folds_w, r.folds_x, r.shared_grad_cast) for name, r in RECIPES.items()} == {
-        "rowwise": (True, True, False),
-        "rowwise_equalized": (True, True, False),
-        "tensorwise": (False, False, True),
-        "rowwise_hp_wgrad": (True, False, False),
-        "blockwise": (False, False, False),
-        "mxfp8": (False, False, False),
+def test_what_folds_and_is_gathered_in_fp8_follows_from_the_granularity():
+    assert {n: (r.folds_w, r.folds_x, r.shared_grad_cast, r.supports_fp8_gather) for n, r in RECIPES.items()} == {
+        "rowwise": (True, True, False, True),
+        "rowwise_equalized": (True, True, False, True),
+        "tensorwise": (False, False, True, True),
+        "rowwise_hp_wgrad": (True, False, False, True),
+        "blockwise": (False, False, False, False),
+        "mxfp8": (False, False, False, False),
     }
-
-
-def test_unknown_recipe_names_the_nearest():
-    with pytest.raises(ValueError, match=r"unknown recipe 'rowise' \(did you mean 'rowwise'\?\)"):
-        get_recipe("rowise")
-    with pytest.raises(TypeError, match="recipe is a name or an octavo.Recipe; got int"):
-        get_recipe(8)
 
 
 def test_half_a_wgrad_is_refused():
@@ -75,9 +68,3 @@ def test_precision_levels_and_switches():
             Precision(**wrong)
     with pytest.raises(ValueError, match=r"unknown precision level 'fp8\+act' \(did you mean 'fp8\+activations'\?\)"):
         Precision.level("fp8+act")
-
-
-def test_which_weights_are_gathered_in_fp8():
-    assert [name for name, recipe in RECIPES.items() if recipe.supports_fp8_gather] == [
-        "rowwise", "tensorwise", "rowwise_equalized", "rowwise_hp_wgrad"
-    ]  # fmt: skip

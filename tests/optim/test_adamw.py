@@ -3,8 +3,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import nn
 
 from octavo.kernels.adamw import reference
@@ -55,20 +53,6 @@ def test_a_remainder_is_an_exact_fp32_master(states):
             assert torch.equal(bits.view(torch.float32), other.state[b]["master"])
             # Ties are rounded up here and to even there.
             assert (a.detach().view(torch.int16).int() - b.detach().view(torch.int16).int()).abs().max() <= 1
-
-
-@given(st.integers(-(2**31), 2**31 - 1))
-@example(0x3F808000)  # a tie
-@example(0x7F7FFFFF)  # the largest number, infinite in bf16
-def test_any_fp32_value_is_a_bf16_parameter_and_a_remainder(pattern):
-    value = torch.tensor([pattern], dtype=torch.int32).view(torch.float32)
-    upper, remainder = reference.split(value)
-    steps = upper.view(torch.int16).int() - value.bfloat16().view(torch.int16).int()
-    assert value.isnan() or steps.abs() <= 1  # ties are rounded up here and to even there
-    if upper.isfinite():
-        assert torch.equal(reference.exact_values(upper, remainder, None).view(torch.int32), value.view(torch.int32))
-    else:
-        assert torch.equal(upper.isnan(), value.isnan()) and (value.isnan() or value.abs() > 3.38e38)
 
 
 def bytes_per_parameter(optimizer, names):

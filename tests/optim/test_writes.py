@@ -1,15 +1,137 @@
-"""Parameters that somebody else writes between two steps, and gradients whose squares overflow."""
+"""NaN and infinity of any bits, parameters that somebody else writes between two steps, and squares that overflow."""
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 
 import octavo
-from octavo.kernels.adamw import ADAMW, HyperParams, ParamState, exact_values, split
+from octavo.kernels.adamw import ADAMW, HyperParams, ParamState, compress, exact_values, expand, split
 from octavo.optim.states import master_values
 from tensors import ADAMW_BACKENDS
 
+# NumPy, on which Triton's interpreter runs, warns of operations on what is not finite.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+by_backend = pytest.mark.parametrize("backend", ADAMW_BACKENDS)
+by_rounding = pytest.mark.parametrize("seed", [None, 5], ids=["to nearest", "at random"])
 STILL = HyperParams(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=3)
+MOVING = HyperParams(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
+
+
+def patterns():
+    """Float32 values: NaN of both signs with small and large payloads, infinities, the largest finite numbers.
+
+    A row [1,C] with each of them 16 times, for as many random bits.
+    """
+    low = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+    high = [0x7F80, 0x7F81, 0x7FBF, 0x7FC0, 0x7FC1, 0x7FFE, 0x7FFF]
+    bits = torch.tensor([(a << 16) | b for a in high for b in low] + [0x7F7FFFFF], dtype=torch.int32)
+    return torch.cat((bits, bits | -(2**31))).view(torch.float32).repeat(1, 16)
+
+
+def stepped(backend, param, grad=None, hyper=STILL, **fields):
+    """What a step makes of a copy of this state."""
+    zeros = torch.zeros_like(param, dtype=torch.float32)
+    state = ParamState(
+        param=param.clone(), grad=zeros.clone() if grad is None else grad,
+        moments=((zeros.clone(),), (zeros.clone(),)), **copy.deepcopy(fields),
+    )  # fmt: skip
+    ADAMW.backends[backend].run([(state, hyper)])
+    return state
+
+
+def joined(upper, remainder):
+    return ((upper.view(torch.int16).int() << 16) + remainder).view(torch.float32)
+
+
+def alike(one, other):
+    """NaN and infinity at the same places."""
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.isinf(), other.isinf())
+
+
+def test_split_and_rounded_copies_keep_any_value():
+    """Of lower halves that are rounded down, up, or tie: exact to the bit, and never taken for a write."""
+    high = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).view(-1, 1) << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    values = (high | low).flatten().view(torch.float32)
+    upper, remainder = split(values)
+    assert alike(joined(upper, remainder), values) and torch.equal(upper.isnan(), values.isnan())
+    steps = upper.view(torch.int16).int() - values.bfloat16().view(torch.int16).int()
+    assert (values.isnan() | (steps.abs() <= 1)).all()  # ties are rounded up here and to even there
+    values = values[~values.isnan()]  # which may be split in another way where there is none
+    upper, remainder = split(values)
+    infinite = upper.isinf()  # also of values that only round to infinity
+    assert (values[infinite].abs() > 3.38e38).all()
+    for actual in (joined(upper, remainder), torch.where(infinite, values, exact_values(upper, remainder, None))):
+        assert torch.equal(actual.view(torch.int32), values.view(torch.int32))
+    assert torch.equal(exact_values(upper, remainder, None)[infinite], upper.float()[infinite])
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(exact_values(values.to(dtype), None, values).view(torch.int32), values.view(torch.int32))
+
+
+@by_backend
+def test_a_step_keeps_what_is_not_finite_in_the_remainder(backend):
+    values = patterns()
+    upper, low = split(values)
+    state = stepped(backend, upper, remainder=low)
+    # What rounds to infinity in bf16 is infinite: a master beside an infinite parameter may be stale.
+    expected = torch.where(upper.isinf(), upper.float(), values)
+    assert alike(joined(state.param, state.remainder), expected)
+    assert torch.equal(state.param.isnan(), expected.isnan())
+
+
+@by_backend
+@by_rounding
+def test_a_step_keeps_what_is_not_finite_in_a_bf16_parameter(backend, seed):
+    values = (patterns().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    state = stepped(backend, values, seed=seed)
+    assert values.isnan().any() and values.isinf().any() and alike(state.param, values)
+    assert torch.equal(state.param.nan_to_num(7.0), values.nan_to_num(7.0))
+
+
+@by_backend
+@by_rounding
+def test_a_step_keeps_what_is_not_finite_in_the_master_and_its_bf16_parameter(backend, seed):
+    values = patterns()
+    state = stepped(backend, values.bfloat16(), master=values, seed=seed)
+    assert alike(state.master, values) and torch.equal(state.param.isnan(), values.isnan())
+
+
+@by_backend
+@pytest.mark.parametrize("mode", ["remainder", "at random", "to nearest"])
+def test_gradients_that_are_not_finite_make_the_parameter_nan(backend, mode):
+    values = patterns()
+    fields = {"remainder": {"remainder": torch.zeros(values.shape, dtype=torch.int16)}, "at random": {"seed": 5}}
+    state = stepped(backend, torch.ones_like(values).bfloat16(), values, MOVING, **fields.get(mode, {}))
+    assert torch.equal(state.param.isnan(), ~values.isfinite())
+    if state.remainder is not None:
+        assert torch.equal(joined(state.param, state.remainder).isnan(), ~values.isfinite())
+
+
+@pytest.mark.thorough
+@by_backend
+@by_rounding
+def test_fp8_moments_show_what_was_not_finite(backend, seed):
+    """The group of 128 that holds it is NaN or infinite from then on, as are its parameters; the others are not."""
+    values = patterns()[0, :86]
+    for value in values[~values.isfinite()][::5]:
+        moments = torch.full((2, 256), 1e-3)
+        state = ParamState(
+            param=torch.ones(2, 256), grad=torch.full((2, 256), 1e-3), seed=seed,
+            moments=(compress(moments, True), compress(moments, False)),
+        )  # fmt: skip
+        state.grad[1, 130] = value
+        ADAMW.backends[backend].run([(state, STILL)])
+        state.grad[1, 130] = 0.0
+        ADAMW.backends[backend].run([(state, STILL)])
+        bad = torch.zeros(2, 256, dtype=torch.bool)
+        bad[1, 128:] = True
+        for moment, signed in zip(state.moments, (True, False), strict=True):
+            assert torch.equal(~expand(*moment, signed).isfinite(), bad)
+        assert state.param[1, 130].isnan() and state.param[~bad].isfinite().all()
+
+
 MASK = torch.arange(256).remainder(3) > 0
 WRITES = {
     "pruning mask": lambda p: p.mul_(MASK.to(p.dtype)),
@@ -64,55 +186,32 @@ def test_a_step_starts_from_what_was_written(cls, master, write):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ADAMW_BACKENDS)
+@by_backend
 def test_backends_take_a_stale_master_for_what_was_written(backend, dtype):
     values = torch.randn(4, 256)
     half = values.to(dtype)
     stale = torch.zeros(4, 256, dtype=torch.bool)
     stale[::2, ::3] = True
     half[stale] = torch.tensor([0.0, -0.0, 7.0, torch.inf, torch.nan] * 35, dtype=dtype)[: int(stale.sum())]
-    zeros = torch.zeros_like(values)
-    state = ParamState(
-        param=half.clone(), grad=zeros.clone(), moments=((zeros.clone(),), (zeros.clone(),)), master=values.clone(),
-    )  # fmt: skip
-    ADAMW.backends[backend].run([(state, STILL)])
+    state = stepped(backend, half, master=values)
     expected = torch.where(stale, half.float(), values)
     torch.testing.assert_close(state.master, expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(state.param, half, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("backend", ADAMW_BACKENDS)
+@by_backend
 def test_a_remainder_beside_a_written_zero_is_ignored(backend):
     _, remainder = split(torch.randn(4, 256))
     assert (remainder < 0).any()
-    zeros = torch.zeros(4, 256)
     for value in (0.0, -0.0, torch.inf, -torch.inf):
-        state = ParamState(
-            param=torch.full((4, 256), value, dtype=torch.bfloat16), grad=zeros.clone(),
-            moments=((zeros.clone(),), (zeros.clone(),)), remainder=remainder.clone(),
-        )  # fmt: skip
-        ADAMW.backends[backend].run([(state, STILL)])
+        state = stepped(backend, torch.full((4, 256), value, dtype=torch.bfloat16), remainder=remainder)
         assert not state.param.isnan().any()
         exact = exact_values(state.param, state.remainder, None)
         assert exact.abs().amax() < 1e-40 if value == 0 else torch.equal(exact, torch.full_like(exact, value))
 
 
-def test_every_master_is_its_own():
-    """What `split` and a rounded copy leave is never taken for a write: exact to the bit."""
-    bits = torch.randint(-(2**31), 2**31 - 1, (1 << 16,), dtype=torch.int64).int()
-    edges = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0x7F7FFFFF, 0x7F7F8000, 0x7F800000], dtype=torch.int32)
-    values = torch.cat((bits, edges, edges | -(2**31))).view(torch.float32)
-    values = values[~values.isnan()]
-    upper, remainder = split(values)
-    infinite = upper.isinf()  # also of values that only round to infinity
-    assert torch.equal(exact_values(upper, remainder, None)[infinite], upper.float()[infinite])
-    assert torch.equal(exact_values(upper, remainder, None)[~infinite], values[~infinite])
-    for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(exact_values(values.to(dtype), None, values).view(torch.int32), values.view(torch.int32))
-
-
 @pytest.mark.parametrize(("states", "dtype"), [("fp8", torch.bfloat16), ("fp32", torch.float32)])
-@pytest.mark.parametrize("backend", ADAMW_BACKENDS)
+@by_backend
 def test_large_finite_gradients_saturate(backend, states, dtype):
     start = torch.randn(8, 256).to(dtype)
     params = [nn.Parameter(start.clone()) for _ in range(2)]
