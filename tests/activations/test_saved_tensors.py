@@ -87,29 +87,6 @@ def test_what_is_no_activation_comes_back_bit_for_bit(make):
     assert torch.equal(torch.autograd.grad(y.sum(), weight)[0], x.t() @ torch.ones_like(y))
 
 
-def test_only_the_listed_operations_round():
-    x, factor = randn(64, 64).requires_grad_() * 1, randn(64, 64).requires_grad_()
-    for operation in (torch.mul, torch.div, torch.bmm, torch.maximum, torch.atan2, torch.dist):
-        arguments = (x[None], factor[None]) if operation is torch.bmm else (x, factor)
-        expected = torch.autograd.grad(operation(*arguments).sum(), (x, factor))
-        actual = torch.autograd.grad(scoped(operation, *arguments).sum(), (x, factor))
-        assert all(map(torch.equal, expected, actual)), operation
-    rounded = torch.autograd.grad(scoped(torch.mm, x, WEIGHT).sum(), WEIGHT)[0]
-    exact = torch.autograd.grad(torch.mm(x, WEIGHT).sum(), WEIGHT)[0]
-    assert E4M3.tolerance_db <= sqnr(exact, rounded) < 60
-
-
-def test_parameters_and_casts_of_them_are_never_rounded():
-    for autocast in (False, True):
-        layer = nn.Linear(64, 64)
-        x = randn(64, 64).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            y = scoped(layer, x * 1, module=layer)
-        y.sum().backward()
-        expected = torch.ones(64, 64, dtype=y.dtype) @ layer.weight.to(y.dtype)
-        assert torch.equal(x.grad, expected.float())
-
-
 DERIVED = {
     "scaled": lambda w: w * 2.0,
     "normed": lambda w: w / w.norm(dim=1, keepdim=True),
@@ -227,14 +204,6 @@ def test_a_source_dies_with_its_tensor():
     assert RECOMPUTABLE.find(view, None) is not None
     del view
     assert RECOMPUTABLE.entries.keys() == before
-
-
-def test_stored_form_is_groups_of_32_with_powers_of_two():
-    x = randn(8, 96)
-    data, scale = quantize_for_backward(x)
-    assert data.nbytes + scale.nbytes == x.numel() * 33 // 32
-    assert scale.dtype == torch.float8_e8m0fnu and scale.shape == (8, 3)
-    assert sqnr(x, dequantize_saved(data, scale, torch.float32)) > 27
 
 
 @pytest.mark.thorough
@@ -373,9 +342,7 @@ def test_what_a_partial_backward_made_again_goes_when_it_ends(precision):
     assert len(ours) >= 4 and not any(rematerializer._memo for rematerializer in ours)
 
 
-def test_a_second_derivative_is_refused_rather_than_wrong(precision=ONLY_ACTIVATIONS):
-    model, batch = storing(model_of("llama"), precision), batch_of("llama")
-    loss = model(**batch)[0].square().sum()
-    weights = [p for name, p in model.named_parameters() if "q_proj" in name]
-    with pytest.raises(RuntimeError, match=r"no second derivative.*octavo\.disabled|once_differentiable"):
-        torch.autograd.grad(loss, weights, create_graph=True)
+def test_a_second_derivative_is_refused_rather_than_wrong():
+    y = scoped(torch.mm, randn(64, 64).requires_grad_() * 1, WEIGHT)
+    with pytest.raises(RuntimeError, match=r"no second derivative.*octavo\.disabled"):
+        torch.autograd.grad(y.sum(), WEIGHT, create_graph=True)

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,11 +10,15 @@ import torch
 import torch.nn.functional as F
 from models import gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from octavo import convert
-from octavo.nn.causal import chunked_loss, find_head
+from octavo.nn.causal import chunked_loss, decide_head, find_head
 from octavo.numerics.error import sqnr
+from octavo.planner.fake import fake_device, fake_tensors
+from octavo.planner.few_blocks import copy_with_blocks
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -34,8 +39,6 @@ FAMILIES = {
 
 
 def make(kind, **overrides):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     fields = SIZES | FAMILIES[kind] if FAMILIES[kind] is not None else {
         "vocab_size": 131, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
         "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -114,13 +117,6 @@ def test_what_meta_cannot_tell_is_refused_there(kind, message):
     with pytest.raises(ValueError, match=message):
         chunked_loss(model)
     chunked_loss(make(kind))
-
-
-def test_for_planning_the_config_is_believed():
-    with FakeTensorMode():
-        model = chunked_loss(make("granite"))
-        loss = model(**batch()).loss
-    assert loss.shape == ()
 
 
 def test_without_labels_it_is_as_before():
@@ -360,6 +356,7 @@ def test_a_term_too_small_for_its_value_to_show_is_found():
         model.loss_function = OTHER_LOSSES["z-loss"]
         with pytest.raises(ValueError, match="adds a term to the cross-entropy"):
             chunked_loss(model)
+        assert chunked_loss(make("granite"))(**batch()).loss.shape == ()  # whose config is believed
 
 
 @pytest.mark.parametrize("other", OTHER_LOSSES)
@@ -388,3 +385,78 @@ def test_models_that_cannot_are_refused_with_the_reason(spoil, message):
     with pytest.raises(ValueError, match=message):
         chunked_loss(model)
     assert "forward" not in vars(model)
+
+
+# --- a plan and its run compute the same loss, chunked or from whole logits, for every type of model ---
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 2, "d_model": 32,
+    "n_layers": 3, "n_heads": 2, "decoder_layers": 3, "encoder_layers": 1, "decoder_attention_heads": 2,
+    "encoder_attention_heads": 2, "decoder_ffn_dim": 64, "encoder_ffn_dim": 64, "max_position_embeddings": 64,
+    "n_positions": 64, "state_size": 8, "ffn_dim": 64, "num_experts": 2, "num_local_experts": 2, "n_groups": 1,
+    "is_decoder": True, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+OWN = {
+    "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "chunk_size": 16},
+    "flint": {"num_experts_per_tok": 2},
+}
+DIFFERENT = ("bart", "bert", "biogpt", "falcon_mamba", "mamba2", "minicpm3")
+"""Types whose copies of fake tensors cannot find their head by themselves."""
+LARGEST = 50_000_000
+"""Parameters of the largest model that is built with weights."""
+
+
+def outcome(model):
+    try:
+        head = find_head(model)
+    except Exception as error:
+        return str(error)
+    return head.scale, head.softcap, head.routed
+
+
+def decisions(kind):
+    """What a run decides, and what its plan does; skips types that are not built small."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            text = CONFIG_MAPPING[kind]().get_text_config()
+            config = CONFIG_MAPPING[kind](**{k: v for k, v in (SMALL | OWN.get(kind, {})).items() if hasattr(text, k)})
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        except Exception as error:
+            pytest.skip(f"{kind} is not built so small: {error}")
+        if sum(p.numel() for p in model.parameters()) > LARGEST:
+            pytest.skip(f"{kind} is too large")
+        layers = len(list(model.modules()))
+        decide_head(model)
+        assert len(list(model.modules())) == layers
+        with fake_tensors("cuda") as mode:
+            planned = outcome(copy_with_blocks(model, {}, mode, fake_device(torch.device("cuda"))))
+        return outcome(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)), planned
+
+
+@pytest.mark.parametrize("kind", [*DIFFERENT, "llama", "gemma2", "granite"])
+def test_a_plan_decides_as_its_run(kind):
+    run, plan = decisions(kind)
+    assert plan == run
+    assert isinstance(run, tuple) == (kind in ("llama", "gemma2", "granite", "biogpt"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*DIFFERENT}))
+def test_every_type(kind):
+    run, plan = decisions(kind)
+    assert plan == run
+
+
+@pytest.mark.slow
+def test_experts_do_not_keep_a_plan_from_chunks():
+    """The router's loss does not run on meta, nor experts of the size of Mixtral's on stand-ins for their weights."""
+    config = CONFIG_MAPPING["mixtral"](num_hidden_layers=4, output_router_logits=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    decide_head(model)
+    with fake_tensors("cuda") as mode:
+        assert outcome(copy_with_blocks(model, {}, mode, fake_device(torch.device("cuda")))) == (1.0, None, True)
+    assert len(model.model.layers) == 4 and not any("forward" in vars(module) for module in model.modules())

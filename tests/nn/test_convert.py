@@ -1,5 +1,4 @@
 import copy
-import functools
 import re
 import sys
 import warnings
@@ -8,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import MLP, assert_same, llama
+from accelerate.hooks import ModelHook, add_hook_to_module
+from models import MLP, assert_same, gradients, llama
 from torch import nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
@@ -234,22 +234,16 @@ def test_the_work_is_linear_in_the_length_of_a_flat_list(flat):
     assert calls(120) < 5 * calls(30)
 
 
-def dispatched(model: nn.Module) -> nn.Module:
-    """What accelerate's add_hook_to_module does to each linear."""
+class Seeing(ModelHook):
+    def pre_forward(self, module, *args, **kwargs):
+        module.seen = True
+        return args, kwargs
 
-    class Hook:
-        def pre_forward(self, module, *args):
-            module.seen = True
-            return args
 
+def dispatched(model):
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module._old_forward, module._hf_hook = module.forward, Hook()
-
-            def forward(*args, module=module):
-                return module._old_forward(*module._hf_hook.pre_forward(module, *args))
-
-            module.forward = functools.update_wrapper(forward, module._old_forward)
+            add_hook_to_module(module, Seeing())
     return model
 
 
@@ -408,3 +402,72 @@ def test_report_follows_what_is_done_to_parts():
     octavo.revert(model)
     with pytest.raises(ValueError, match="has no converted layer"):
         octavo.revert(model.lm_head)
+
+
+# --- a layer in another recipe: the model that converting it so at once would have made ---
+
+
+LAYER = "model.layers.1.mlp.down_proj"
+
+
+def trained(model):
+    """The loss of a batch, and all gradients."""
+    tokens = torch.arange(48).view(2, 24) % 97
+    model.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return gradients(model) | {"loss": loss.detach()}
+
+
+def planned(model, layer, recipe):
+    """The plan that `convert` would make of a model, with a layer otherwise."""
+    plan = octavo.convert(copy.deepcopy(model), activations="fp8", verbose=False).octavo_plan
+    decision = replace(plan[layer], recipe=octavo.RECIPES.get(recipe))
+    return octavo.Plan({**plan.decisions, layer: decision}, "fp8")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("layer", "recipe"),
+    [
+        (LAYER, "tensorwise"), (LAYER, None), ("model.layers.0.self_attn.q_proj", "blockwise"),
+        ("model.layers.0.mlp.gate_proj", "rowwise_hp_wgrad"), ("model.layers.0.mlp.gate_proj", None),
+    ],
+)  # fmt: skip
+def test_as_if_converted_so_at_once(recipe, layer):
+    model = llama().bfloat16()
+    reference = octavo.convert(copy.deepcopy(model), plan=planned(model, layer, recipe), verbose=False)
+    octavo.convert(model, activations="fp8", verbose=False)
+    before = trained(model)
+    change_recipe(model, layer, recipe, reason="a test")
+    actual = trained(model)
+    assert_same(trained(reference), actual)
+    assert not all(torch.equal(actual[name], before[name]) for name in before)
+    rows = {row.name: row for row in octavo.report(model)}
+    assert (rows[layer].recipe, rows[layer].reason) == (recipe, "a test")
+
+
+def test_there_and_back_is_as_before():
+    model = octavo.convert(llama().bfloat16(), keep_weights=True, verbose=False)
+    before = trained(model)
+    for recipe in (None, "blockwise", "rowwise"):
+        change_recipe(model, LAYER, recipe, reason="a test")
+    assert_same(before, trained(model))
+    octavo.revert(model)
+    assert not any(isinstance(module, Linear) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "message"),
+    [
+        ("model.layers.1.mlp.down_prj", None, "no module 'model.layers.1.mlp.down_prj' .did you mean"),
+        ("model.norm", "rowwise", "is not a linear layer"),
+        (LAYER, "rowise", "did you mean 'rowwise'"),
+    ],
+)
+def test_mistakes_of_a_change_leave_the_model_as_it_was(name, recipe, message):
+    model = octavo.convert(llama(), verbose=False)
+    before = str(octavo.report(model))
+    with pytest.raises(ValueError, match=message):
+        change_recipe(model, name, recipe, reason="a test")
+    assert str(octavo.report(model)) == before

@@ -12,11 +12,12 @@ from models import MLP
 from torch import nn
 
 import octavo
+from octavo.kernels import quantize
 from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.quantize import QUANTIZE
 from octavo.nn.linear import linear
 from octavo.nn.memory_audit import saved_for_backward
-from octavo.numerics import E4M3, RECIPES, QuantSpec, sqnr
+from octavo.numerics import COLUMN, E4M3, RECIPES, ROW, QuantSpec, sqnr
 from support.dispatch_modes import Passing
 from tensors import randn
 
@@ -98,9 +99,6 @@ def test_folding_is_as_good_as_two_copies_on_outliers():
     x, w, g = outliers()
     _, dx, dw = three_products(x, w, g, "rowwise")
     _, exact_dx, exact_dw = exact_products(x, w, g)
-    from octavo.kernels import quantize
-    from octavo.numerics import COLUMN, ROW, QuantSpec
-
     row, column = QuantSpec(granularity=ROW), QuantSpec(granularity=COLUMN)
     two_copies_dx = quantize(g, row).dequantize(torch.float64) @ quantize(w, column).dequantize(torch.float64)
     two_copies_dw = quantize(g, column).dequantize(torch.float64).t() @ quantize(x, column).dequantize(torch.float64)
@@ -188,10 +186,8 @@ def test_one_copy_of_x_serves_all_products(name, of_g):
     assert [tuple(call[0].shape) for call in casts] == [(16, 64), (32, 64), (32, 64), *[(16, 32)] * of_g]
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"), [("rowwise", 0.55), ("tensorwise", 0.55), ("blockwise", 0.55), ("mxfp8", 0.55)]
-)
-def test_keeps_at_most_55_percent_of_bf16(name, limit):
+@pytest.mark.parametrize("name", ["rowwise", "tensorwise", "blockwise", "mxfp8"])
+def test_keeps_at_most_55_percent_of_bf16(name):
     x = randn(256, 512, dtype=torch.bfloat16).requires_grad_()
     layer = nn.Linear(512, 256, dtype=torch.bfloat16)
     with saved_for_backward(layer) as bf16:
@@ -200,7 +196,7 @@ def test_keeps_at_most_55_percent_of_bf16(name, limit):
     with saved_for_backward(layer) as fp8:
         layer(x * 1).sum()
     assert bf16.bytes == x.nbytes
-    assert fp8.bytes <= limit * bf16.bytes
+    assert fp8.bytes <= 0.55 * bf16.bytes
     assert torch.bfloat16 not in fp8.by_dtype
 
 
@@ -218,18 +214,13 @@ def test_gate_and_up_share_one_copy(name):
     assert 0 < both.bytes == one.bytes + bytes_of_w_scales(mlp.up_proj)
 
 
-def remembered(layer, x):
-    """Whether the layer takes the copy of x that another one made."""
-    with counted(QUANTIZE) as casts:
-        layer(x)
-        layer(x)
-    return sum(call[0].shape == x.shape for call in casts) == 1
-
-
 def test_only_what_autograd_made_is_shared():
     """A receive buffer, a graph's static input or NumPy's memory changes without autograd noticing."""
     layer = octavo.convert(nn.Linear(32, 16, bias=False), verbose=False)
-    assert remembered(layer, randn(8, 32).requires_grad_() * 1)
+    x = randn(8, 32).requires_grad_() * 1
+    with counted(QUANTIZE) as casts:
+        layer(x), layer(x)
+    assert sum(call[0].shape == x.shape for call in casts) == 1
     array = np.ones((8, 32), dtype=np.float32)
     buffer = torch.from_numpy(array)
     first = layer(buffer)
@@ -273,15 +264,6 @@ def test_both_memory_orders_keep_one_byte_per_element(name, monkeypatch):
     assert y.requires_grad and kept.by_dtype.get(torch.float8_e4m3fn, 0) == (0 if name == "rowwise_hp_wgrad" else 2048)
 
 
-def test_weight_changed_between_forward_and_backward_is_refused():
-    layer = octavo.convert(nn.Linear(32, 16), verbose=False)
-    y = layer(randn(4, 32).requires_grad_())
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
 @by_recipe
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
 def test_autocast_gives_its_dtype_and_full_precision_gradients(name, parameters):
@@ -310,21 +292,6 @@ def test_bad_values_reach_the_output(name):
     if name == "rowwise":
         others = torch.arange(300) != 7
         assert torch.equal(y[others], clean[others])
-
-
-def test_tiny_gradients_keep_their_accuracy():
-    x, w, g = randn(128, 96), randn(64, 96, seed=1), randn(128, 64, seed=2) * 1e-10
-    for want, got in zip(exact_products(x, w, g), three_products(x, w, g, "rowwise"), strict=True):
-        assert sqnr(want, got) >= E4M3.tolerance_db
-
-
-@by_recipe
-def test_meta_tensors_go_through(name):
-    with torch.device("meta"):
-        layer = octavo.convert(nn.Linear(64, 32), name, verbose=False)
-        x = torch.empty(4, 64, requires_grad=True)
-    layer(x).sum().backward()
-    assert layer.weight.grad.shape == (32, 64) and x.grad.is_meta
 
 
 def test_power_of_two_row_scales_fold_too():

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from models import MLP, llama
 from torch import nn
 
@@ -199,22 +200,6 @@ def test_a_change_that_stops_midway_leaves_the_recipe(recipe, monkeypatch):
     assert state(model) == before
 
 
-def hook(module):
-    """As `accelerate.hooks.add_hook_to_module`."""
-    module._old_forward, module._hf_hook = module.forward, object()
-
-    def forward(module, *args):
-        return module._old_forward(*args)
-
-    module.forward = functools.update_wrapper(functools.partial(forward, module), module._old_forward)
-
-
-def unhook(module):
-    """As `accelerate.hooks.remove_hook_from_module`, which leaves a bound method on the instance."""
-    module.forward = module._old_forward
-    del module._old_forward, module._hf_hook
-
-
 @pytest.mark.parametrize("arguments", [{}, {"precision": octavo.Precision(matmul="bf16", activations="fp8")}])
 def test_a_forward_put_on_the_instance_since_is_to_be_taken_off_first(arguments):
     model, x = nn.Sequential(MLP(), nn.Linear(64, 64)), torch.randn(4, 64)
@@ -222,7 +207,7 @@ def test_a_forward_put_on_the_instance_since_is_to_be_taken_off_first(arguments)
     octavo.convert(model, verbose=False, **arguments)
     converted = [m for m in model.modules() if hasattr(type(m), "octavo_original")]
     for module in converted:
-        hook(module)
+        add_hook_to_module(module, ModelHook())
     before, result = state(model), model(x)
     with pytest.raises(ValueError, match=r"forward that was put on the instance.*remove_hook_from_submodules"):
         octavo.revert(model)
@@ -234,7 +219,7 @@ def test_a_forward_put_on_the_instance_since_is_to_be_taken_off_first(arguments)
         change_recipe(model, "1", "mxfp8", reason="test")  # which keeps the class
         assert model[1].recipe.name == "mxfp8" and not torch.equal(model(x), result)
     for module in converted:
-        unhook(module)
+        remove_hook_from_module(module)
     octavo.revert(model)
     assert torch.equal(model(x), exact)
 
@@ -284,16 +269,16 @@ def test_a_head_that_peft_has_split_is_still_one():
         octavo.revert(whole)
 
 
-class Wrapping(nn.Module):
+class Wrapped(MLP):
     """Wraps the forward of each subclass, as Transformers' layers that checkpoint themselves do."""
 
-    def __init_subclass__(cls, **keywords):
-        super().__init_subclass__(**keywords)
-        forward = cls.forward
+    def __init_subclass__(cls):
+        inner = cls.forward
+        cls.forward = functools.wraps(inner)(lambda self, *args: inner(self, *args))
 
-        @functools.wraps(forward)
-        def wrapped(self, *args, **kwargs):
-            self.calls = getattr(self, "calls", 0) + 1
-            return forward(self, *args, **kwargs)
 
-        cls.forward = wrapped
+def test_a_class_that_wraps_the_forward_of_its_subclasses_stores_activations():
+    model, x = type("Block", (Wrapped,), {})(), torch.randn(96, 64)
+    expected = model(x)
+    octavo.convert(model, precision=octavo.Precision(matmul="bf16", activations="fp8"), verbose=False)
+    assert octavo.report(model).activations[0].activation_storage and torch.equal(model(x), expected)

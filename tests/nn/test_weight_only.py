@@ -142,21 +142,6 @@ def test_weights_are_in_adaptive_fp8(shape):
     assert torch.equal(layer.weight.data_, ResidentWeight.quantized(other, ADAPTIVE).data_)
 
 
-def test_a_weight_in_e4m3_is_read_as_it_is(tmp_path):
-    """As of a checkpoint in FP8: rounding it again would lose."""
-    stored = convert(nn.Sequential(nn.Linear(96, 80)), ())
-    save_file(stored.state_dict(), tmp_path / "base.safetensors")
-    layer = convert(nn.Sequential(nn.Linear(96, 80)))
-    for model in (layer, convert(nn.Sequential(nn.Linear(96, 80, device="meta")))):
-        load_frozen(model, tmp_path / "base.safetensors")
-        assert str(model[0].weight.spec) == "e4m3/row" and model[0].recipe.weight_only
-        assert torch.equal(model[0].weight.data_.view(torch.uint8), stored[0].weight.data_.view(torch.uint8))
-        x, g = torch.randn(5, 96), torch.randn(5, 80)
-        assert equal(run(model, x, g), run(octavo.revert(copy.deepcopy(model)), x, g))
-    with pytest.raises(RuntimeError, match=r"resident as fp8/1x128, .*convert in the recipe, and with the weight_only"):
-        convert(nn.Sequential(nn.Linear(96, 80))).load_state_dict(stored.state_dict())
-
-
 def test_states_and_files(tmp_path):
     layer = convert(nn.Sequential(nn.Linear(300, 80)))
     state, file = layer.state_dict(), tmp_path / "base.safetensors"
@@ -174,13 +159,20 @@ def test_states_and_files(tmp_path):
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("make", [nn.Linear, lambda k, n: Conv1D(n, k)], ids=["linear", "conv1d"])
 def test_a_weight_as_fp8_products_read_it_is_read_as_it_is(make, recipe, tmp_path):
+    """As of a checkpoint in FP8: rounding it again would lose."""
     stored, layer = (convert(nn.Sequential(make(130, 260)), patterns, recipe) for patterns in ((), ("*",)))
     save_file(stored.state_dict(), tmp_path / "base.safetensors")
-    load_frozen(layer, tmp_path / "base.safetensors")
-    assert layer[0].weight.spec == stored[0].weight.spec and layer[0].recipe.weight_only
-    x, g = torch.randn(5, 130), torch.randn(5, 260)
-    assert equal(run(layer, x, g), run(octavo.revert(copy.deepcopy(layer)), x, g))
+    with torch.device("meta"):
+        on_meta = convert(nn.Sequential(make(130, 260)), ("*",), recipe)
+    for model in (layer, on_meta):
+        load_frozen(model, tmp_path / "base.safetensors")
+        assert model[0].weight.spec == stored[0].weight.spec and model[0].recipe.weight_only
+        assert torch.equal(model[0].weight.data_.view(torch.uint8), stored[0].weight.data_.view(torch.uint8))
+        x, g = torch.randn(5, 130), torch.randn(5, 260)
+        assert equal(run(model, x, g), run(octavo.revert(copy.deepcopy(model)), x, g))
     state = stored.state_dict()
+    with pytest.raises(RuntimeError, match=r"resident as fp8/1x128, .*convert in the recipe, and with the weight_only"):
+        convert(nn.Sequential(make(130, 260)), ("*",), recipe).load_state_dict(state)
     state["0.weight_scale"] = torch.ones(3, 2, 1)
     save_file(state, tmp_path / "base.safetensors")
     with pytest.raises(ValueError, match=r"0.weight_scale in .* has shape \[3, 2, 1\], the model's has \["):

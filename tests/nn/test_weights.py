@@ -391,9 +391,12 @@ def test_functional_call_uses_the_tensors_that_it_is_given(accumulate):
     assert torch.equal(fresh(layer)(X), called)
 
 
-@pytest.mark.parametrize(("name", "accumulate"), [*((name, False) for name in RECIPES), ("rowwise", True)])
-def test_a_weight_changed_between_forward_and_backward_is_refused(name, accumulate):
-    layer = layer_of(name)
+@pytest.mark.parametrize(
+    ("name", "keep", "accumulate"),
+    [*((name, True, False) for name in RECIPES), ("rowwise", True, True), ("rowwise", False, False)],
+)
+def test_a_weight_changed_between_forward_and_backward_is_refused(name, keep, accumulate):
+    layer = layer_of(name, keep)
     with accumulating(layer) if accumulate else nullcontext():
         y = layer(X.clone().requires_grad_())
         with torch.no_grad():
