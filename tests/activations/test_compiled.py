@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 import octavo
 from octavo.numerics import sqnr
 from releases import requires_torch
+from support import graphs as graphs_of
 from tensors import randn
 
 
@@ -154,22 +155,10 @@ def test_equal_modules_share_a_graph_and_others_do_not():
 
 def saved_bytes(function, x):
     """Bytes per row of x that a compiled forward returns for backward, without its inputs; and their dtypes."""
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
-
-    saved = []
-
-    def forward(graph, _):
-        result, *others = graph.graph.output_node().args[0]
-        saved.extend(node.meta["val"] for node in others if node is not result and node.op != "placeholder")
-        return make_boxed_func(graph)
-
-    backend = aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=lambda graph, _: make_boxed_func(graph),
-        partition_fn=min_cut_rematerialization_partition,
-    )
-    torch.compile(function, fullgraph=True, backend=backend)(x).sum().backward()
+    graphs, compiled_function = graphs_of.compiled(function)
+    compiled_function(x).sum().backward()
+    result, *others = graphs[0].graph.output_node().args[0]
+    saved = [node.meta["val"] for node in others if node is not result and node.op != "placeholder"]
     return sum(value.nbytes for value in saved) / len(x), {value.dtype for value in saved}
 
 

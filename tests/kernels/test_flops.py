@@ -1,7 +1,5 @@
 """Floating point operations of Octavo's products, as `FlopCounterMode` counts them."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch._functorch.config as functorch_config
@@ -12,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import octavo
 from octavo.nn.experts import grouped_linear
 from octavo.numerics.recipe import RECIPES
+from support.graphs import compiled
 
 
 def count(run):
@@ -47,27 +46,15 @@ class TwoProducts(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at the import of its partitioner
-@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 @pytest.mark.parametrize("sizes", [(256, 512), (512, 256)])
 def test_an_activation_budget_recomputes_the_cheaper_product(sizes):
     """Of two results of one size, of which one fits. PyTorch weighs ops of other libraries on request only."""
-    from functorch.compile import min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
-
-    torch._dynamo.reset()
-    contracted = {}
-
-    def compiler(name, graph, inputs):
-        products = [n for n in graph.graph.nodes if n.target == torch.ops.octavo.scaled_mm.default]
-        contracted[name] = [n.args[0].meta["val"].shape[1] for n in products if n.meta["val"].shape == (512, 2048)]
-        return graph.forward
-
-    backend = aot_autograd(
-        fw_compiler=partial(compiler, "forward"), bw_compiler=partial(compiler, "backward"),
-        partition_fn=min_cut_rematerialization_partition,
-    )  # fmt: skip
-    model = octavo.convert(TwoProducts(*sizes), "rowwise", verbose=False)
+    graphs, model = compiled(octavo.convert(TwoProducts(*sizes), "rowwise", verbose=False))
     inputs = [torch.randn(512, size, requires_grad=True) for size in sizes]
     with functorch_config.patch(activation_memory_budget=0.9, is_non_builtin_to_include=True):
-        torch.compile(model, backend=backend, fullgraph=True)(*inputs).sum().backward()
-    assert contracted["forward"] == list(sizes) and contracted["backward"] == [256]
+        model(*inputs).sum().backward()
+    products = ([n for n in g.graph.nodes if n.target == torch.ops.octavo.scaled_mm.default] for g in graphs)
+    forward, backward = (
+        [n.args[0].meta["val"].shape[1] for n in nodes if n.meta["val"].shape == (512, 2048)] for nodes in products
+    )
+    assert forward == list(sizes) and backward == [256]

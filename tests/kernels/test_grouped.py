@@ -1,12 +1,8 @@
 """Grouped products: every backend computes what the reference does."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from compiling import run_python
 
 from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.grouped import GROUPED_MM, gradient, quantize_grouped, random_operands, reference, torch_scaled
@@ -15,7 +11,6 @@ from octavo.numerics import QuantSpec, sqnr
 from octavo.tensor import ScaledTensor
 from tensors import needs_triton
 
-ROOT = Path(__file__).parents[2]
 CASES = sorted(set(GROUPED_MM.cases.values()))
 COUNTS = [5, 0, 1, 150, 16]
 PYTORCH = [case for case in CASES if case[2] != "tn" and not case[3]]
@@ -167,9 +162,7 @@ def test_it_compiles_for_hopper_without_spills_with_tma_and_wide_stores():
         "    row = describe(v, 90)\n"
         "    print(row.get('error', ''), row['stack'], *sorted(row['accesses']), *row['matrix'])"
     )
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) == 3, done.stderr
+    lines = run_python("-c", code).splitlines()
+    assert len(lines) == 3
     for line in lines:
         assert line.startswith(" 0 ") and "UTMALDG" in line and "STG.16" in line and "QGMMA" in line, line

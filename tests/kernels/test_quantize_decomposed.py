@@ -1,21 +1,17 @@
 """quantize as torch.compile sees it: the reference's bytes, in operations that Inductor may fuse but not change."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.compiled import pretend
+from compiling import run_python
 
-import octavo
 from octavo.kernels import quantize, quantize_pair
 from octavo.kernels.quantize import decomposed, reference
 from octavo.numerics.spec import QuantSpec
+from support.graphs import compiled
 
-ROOT = Path(__file__).parents[2]
 SPECS = ("e4m3/row", "e4m3/column", "e4m3/tensor", "e5m2/tensor", "e4m3/row/pow2")
 ROW, COLUMN = QuantSpec.parse("e4m3/row"), QuantSpec.parse("e4m3/column")
 
@@ -56,19 +52,10 @@ def test_the_decomposition_gives_the_reference_bytes(text, dtype):
         assert_same_bytes(expected, actual)
 
 
-def graph_of(function, *arguments, **options):
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    targets = []
-
-    def collect(graph, _):
-        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return make_boxed_func(graph)
-
-    torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=collect)
-    return targets, torch.compile(function, fullgraph=True, backend=backend, **options)(*arguments)
+def graph_of(function, *arguments):
+    graphs, function = compiled(function)
+    results = function(*arguments)
+    return [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"], results
 
 
 @pytest.mark.thorough
@@ -134,14 +121,6 @@ def test_inductor_casts_what_a_bf16_tensor_holds():
     assert_same_bytes(expected, results)
 
 
-def run(*command):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(octavo.__file__).parents[1]), str(ROOT)])}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 pretends = pytest.mark.skipif(pretend.missing() is not None, reason=str(pretend.missing()))
 
 
@@ -150,7 +129,7 @@ pretends = pytest.mark.skipif(pretend.missing() is not None, reason=str(pretend.
 def test_what_inductor_makes_of_a_decoder_layer(tmp_path):
     """Python for the casts of seven gradients alone; kernels, traffic and kept bytes as docs/compile.md has them."""
     file = tmp_path / "compiled.json"
-    run("-m", "benchmarks", "compiled", "--only", "bf16", "octavo rowwise", "--json", str(file))
+    run_python("-m", "benchmarks", "compiled", "--only", "bf16", "octavo rowwise", "--json", str(file))
     bf16, rowwise = json.loads(file.read_text())["rows"]
     assert rowwise["opaque"] == 7 and rowwise["kernels"] <= 59
     assert rowwise["forward"]["generated"] == 12 and rowwise["backward"]["generated"] <= 24

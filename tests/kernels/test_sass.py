@@ -5,17 +5,13 @@ Triton of PyTorch 2.11, are slow tests. `python -m benchmarks sass --capability 
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from compiling import ROOT, run_python
 
 from tensors import needs_triton
 
-ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "benchmarks" / "results" / "sass" / "sm_90.json").read_text())
 OLDER_TRITON = ROOT / ".venv" / "triton-3.6"
 MOST_USED = (
@@ -31,14 +27,9 @@ ISSUED = 132 * 4 * 32 * 1.755 / 2420
 pytestmark = needs_triton
 
 
-def compiled(capability, *options, path=None):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
-    command = [sys.executable, "-m", "benchmarks", "sass", "--json", "--capability", str(capability), *options]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+def compiled(capability, *options, path=()):
+    printed = run_python("-m", "benchmarks", "sass", "--json", "--capability", str(capability), *options, path=path)
+    report = json.loads(printed.splitlines()[-1])
     return by_name(report["targets"][str(capability)]), report["triton"]
 
 
@@ -160,7 +151,7 @@ def test_every_configuration_on_hopper():
 @pytest.mark.slow
 @pytest.mark.skipif(not OLDER_TRITON.exists(), reason="make sass installs Triton 3.6 beside the pinned one")
 def test_every_configuration_on_hopper_with_the_triton_of_pytorch_2_11():
-    rows, version = compiled(90, path=OLDER_TRITON)
+    rows, version = compiled(90, path=[OLDER_TRITON])
     assert version == "3.6.0"
     check(rows, version)
     assert rows.keys() == by_name(GOLDEN[version]).keys(), "the table is of other kernels: renew it"

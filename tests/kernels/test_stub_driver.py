@@ -1,26 +1,13 @@
 """The GPU path on a CUDA driver that launches nothing: what kernels would be given, and what the host does for it."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from benchmarks import host
 from benchmarks.host import stub
-
-ROOT = Path(__file__).parents[2]
+from compiling import run_python
 
 compiles = pytest.mark.skipif(stub.missing() is not None, reason=str(stub.missing()))
-
-
-def run(*command):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @compiles
@@ -33,7 +20,7 @@ def test_direct_launches_are_those_of_triton():
         "promoted_products_launch_their_warps_and_the_loader",
         "products_pass_what_triton_passes", "grouped_products_pass_what_triton_passes",
     )  # fmt: skip
-    launches = json.loads(run("tests/kernels/stub_launches.py", *names).splitlines()[-1])
+    launches = json.loads(run_python("tests/kernels/stub_launches.py", *names).splitlines()[-1])
     assert launches == {name: [] for name in names}
 
 
@@ -58,7 +45,7 @@ COUNTS = {  # launches of Triton, kernels in all, and at most so many dispatches
 def test_what_a_linear_costs_the_host(tmp_path):
     """Forward and backward; a launch, a dispatch or a call more would be a regression that no time shows here."""
     file = tmp_path / "host.json"
-    run("-m", "benchmarks", "host", "--counts", "--only", *COUNTS, "--json", str(file))
+    run_python("-m", "benchmarks", "host", "--counts", "--only", *COUNTS, "--json", str(file))
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     for name, (launches, kernels, dispatches, calls) in COUNTS.items():
         row = rows[name]

@@ -13,6 +13,7 @@ import octavo
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, RECIPES, sqnr
 from octavo.runtime.switch import SWITCH
+from support import graphs as graphs_of
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
 QUICK = ("rowwise", "rowwise_equalized")
@@ -101,24 +102,9 @@ def test_a_compiled_llama_block_has_no_graph_breaks_and_one_dynamic_recompile():
 
 @pytest.mark.parametrize("stored", [False, True], ids=["", "beside stored activations"])
 def test_compile_quantizes_a_shared_input_once(stored, monkeypatch):
-    torch._dynamo.reset()
     monkeypatch.setattr(SWITCH, "stored", stored)
-    mlp = octavo.convert(MLP(), verbose=False)
-    graphs = []
-
-    def backend(gm, inputs):
-        from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-        from torch._dynamo.backends.common import aot_autograd
-
-        def collect(graph, _):
-            graphs.append(graph)
-            return make_boxed_func(graph)
-
-        # The partitioner that Inductor uses; it merges common subexpressions first.
-        partition = min_cut_rematerialization_partition
-        return aot_autograd(fw_compiler=collect, bw_compiler=collect, partition_fn=partition)(gm, inputs)
-
-    torch.compile(mlp, fullgraph=True, backend=backend)(torch.randn(8, 64)).sum().backward()
+    graphs, mlp = graphs_of.compiled(octavo.convert(MLP(), verbose=False))
+    mlp(torch.randn(8, 64)).sum().backward()
     nodes = [n for n in graphs[0].graph.nodes if n.target == torch.ops.aten._to_copy.default]
     casts = [n.meta["val"] for n in nodes if n.kwargs["dtype"] == torch.float8_e4m3fn]
     assert len([q for q in casts if q.numel() == 8 * 64]) == 1 and len(casts) == 5
