@@ -14,6 +14,7 @@ import octavo
 from octavo.numerics import sqnr
 from releases import requires_torch
 from support import graphs as graphs_of
+from support.gated import GatedMLP, JointlyGatedMLP
 from tensors import randn
 
 
@@ -28,30 +29,9 @@ class Normed(nn.Module):
         return self.linear(self.between(self.norm(x)))
 
 
-class Mlp(nn.Module):
-    """A gated MLP; `joint` computes gate and up in one product, with a bias."""
-
-    def __init__(self, joint):
-        super().__init__()
-        self.gate = nn.Linear(64, 256 if joint else 128, bias=True)
-        self.up = None if joint else nn.Linear(64, 128)
-        self.down, self.act = nn.Linear(128, 64), nn.SiLU()
-
-
-class Separate(Mlp):
-    def forward(self, x):
-        return self.down(self.act(self.gate(x)) * self.up(x))
-
-
-class Joint(Mlp):
-    def forward(self, x):
-        gate, up = self.gate(x).chunk(2, dim=-1)
-        return self.down(up * self.act(gate))
-
-
-class Keyword(Mlp):
+class Keyword(GatedMLP):
     def forward(self, hidden_states):
-        return self.down(self.act(self.gate(hidden_states)) * self.up(hidden_states))
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
 class Named(nn.Module):
@@ -59,7 +39,7 @@ class Named(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.mlp = Keyword(False)
+        self.mlp = Keyword()
 
     def forward(self, x):
         return self.mlp(hidden_states=x)
@@ -72,8 +52,8 @@ MODULES = {
     "a view": lambda: Normed(between=lambda y: y.reshape(-1, 64)),
     "written in place": lambda: Normed(between=lambda y: y.mul_(3)),
     "activation": lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)),
-    "gated": lambda: Separate(False),
-    "joint gate": lambda: Joint(True),
+    "gated": GatedMLP,
+    "joint gate": JointlyGatedMLP,
     "called by keyword": Named,
 }
 
@@ -132,7 +112,7 @@ def compiled(module, **options):
 @pytest.mark.thorough
 def test_dtypes_that_eager_mode_does_not_store_stay_exact():
     torch._dynamo.reset()
-    module, precision = Separate(False).double(), octavo.Precision(matmul="bf16", activations="fp8")
+    module, precision = GatedMLP().double(), octavo.Precision(matmul="bf16", activations="fp8")
     octavo.convert(module, precision=precision, verbose=False)
     x = randn(48, 64).double()
     expected, actual = gradients(module, module, x)[1], gradients(compiled(module), module, x)[1]
@@ -143,8 +123,8 @@ def test_dtypes_that_eager_mode_does_not_store_stay_exact():
 def test_equal_modules_share_a_graph_and_others_do_not():
     torch._dynamo.reset()
     counters.clear()
-    first, equal, other = (Joint(True), Joint(True), Joint(True))
-    other.act = nn.GELU("tanh")
+    first, equal, other = (JointlyGatedMLP() for _ in range(3))
+    other.act_fn = nn.GELU("tanh")
     x = randn(48, 64)
     for module, graphs in ((first, 1), (equal, 1), (other, 2)):
         octavo.convert(module, "rowwise", activations="fp8", verbose=False)
@@ -166,12 +146,12 @@ def saved_bytes(function, x):
 def test_a_graph_saves_one_byte_per_element_of_gate_and_up():
     """Gate and up of 128 at 33/32 bytes, X in FP8 with its scales, and the scales of 320 rows of weights."""
     torch._dynamo.reset()
-    model = octavo.convert(Separate(False), "rowwise", activations="fp8", verbose=False)
+    model = octavo.convert(GatedMLP(64, 128), "rowwise", activations="fp8", verbose=False)
     size, dtypes = saved_bytes(model, randn(48, 64).requires_grad_())
     assert size <= 256 * 33 / 32 + 64 + 4 + 320 * 4 / 48
     assert torch.float8_e4m3fn in dtypes
     torch._dynamo.reset()
-    exact, _ = saved_bytes(octavo.convert(Separate(False), "rowwise", verbose=False), randn(48, 64).requires_grad_())
+    exact, _ = saved_bytes(octavo.convert(GatedMLP(64, 128), "rowwise", verbose=False), randn(48, 64).requires_grad_())
     assert exact > 2 * 256
 
 

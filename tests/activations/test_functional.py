@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from models import MLP
 from test_modules import flat, storing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -14,6 +15,7 @@ import octavo
 from octavo.activations import saved_tensors
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import sqnr
+from support.gated import JointlyGatedMLP
 
 
 class A(nn.Module):
@@ -57,10 +59,8 @@ def test_linears_beside_an_activation_keep_their_inputs_in_fp8():
         storing(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))),
         rand(64, 64).requires_grad_() * 1,
     )
-    assert {row.name: row.activation_storage for row in octavo.report(model).activations} == {
-        "": "saved_tensors",
-        "1": "activation",
-    }
+    stored = {row.name: row.activation_storage for row in octavo.report(model).activations}
+    assert stored == {"": "saved_tensors", "1": "activation"}
     with saved_for_backward(model) as kept:
         model(x)
     assert kept.bytes == 2 * x.numel() * 33 // 32
@@ -112,30 +112,7 @@ def test_norms_under_autocast_store_16_bit_inputs(kind):
     actual.sum().backward()
 
 
-class Glu(nn.Module):
-    """Gate and up by themselves."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(64, 64) for _ in range(3))
-
-    def forward(self, x):
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class JointGlu(nn.Module):
-    """Gate and up in one product."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_up_proj, self.down_proj, self.act = nn.Linear(64, 128), nn.Linear(64, 64), nn.SiLU()
-
-    def forward(self, x):
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(up * self.act(gate))
-
-
-@pytest.mark.parametrize("kind", [Glu, JointGlu])
+@pytest.mark.parametrize("kind", [MLP, JointlyGatedMLP])
 def test_a_gated_mlp_of_another_dtype_computes_as_pytorch_does(kind):
     plain = kind()
     model = storing(copy.deepcopy(plain)).double()
@@ -149,7 +126,7 @@ def test_a_gated_mlp_of_another_dtype_computes_as_pytorch_does(kind):
     assert all(map(torch.equal, *grads))
 
 
-@pytest.mark.parametrize("kind", [Glu, JointGlu])
+@pytest.mark.parametrize("kind", [MLP, JointlyGatedMLP])
 def test_a_gated_mlp_without_tokens(kind):
     model, x = storing(kind()), torch.zeros(2, 0, 64, requires_grad=True)
     model(x).sum().backward()
@@ -157,12 +134,12 @@ def test_a_gated_mlp_without_tokens(kind):
 
 
 def test_gate_and_up_of_unlike_dtypes_or_shapes_are_multiplied_as_pytorch_does():
-    plain = Glu()
+    plain = MLP()
     model, x = storing(copy.deepcopy(plain)), rand(64, 64)
     for m in (plain, model):
         m.up_proj.register_forward_hook(lambda module, args, y: y.bfloat16())
     assert torch.equal(plain(x), model(x))
-    plain = Glu()
+    plain = MLP()
     model = storing(copy.deepcopy(plain))
     for m in (plain, model):
         m.up_proj = nn.Linear(64, 1, bias=False)
@@ -197,7 +174,7 @@ def test_halves_of_a_joint_gradient_are_in_order(gate_first, monkeypatch):
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_nothing_is_left_to_the_garbage_collector(recomputed):
     """Tensors in a reference cycle would live until Python looks for one."""
-    model, x = storing(nn.Sequential(nn.RMSNorm(64), A(), Glu())), rand(64, 64).requires_grad_()
+    model, x = storing(nn.Sequential(nn.RMSNorm(64), A(), MLP())), rand(64, 64).requires_grad_()
     call = partial(checkpoint, model, use_reentrant=False) if recomputed else model
     call(x).sum().backward()
     kinds = (saved_tensors.CompressionHooks, saved_tensors.PackedTensor, saved_tensors.SavedTensors)

@@ -63,13 +63,6 @@ def broken_launches(monkeypatch):
     monkeypatch.setattr(quantizers, "launches", broken)
 
 
-def test_a_broken_configuration_is_found(broken_launches):
-    outcomes = compare("quantize e4m3/row fold=none both", seed=3, budget=ALL_CONFIGS)
-    assert {o.config: bool(o.mismatches) for o in outcomes} == {o.config: o.config == 1 for o in outcomes}
-    (bad,) = (o for o in outcomes if o.mismatches)
-    assert "round 0" in bad.first and "elements differ" in bad.first and "expected" in bad.first
-
-
 def test_a_configuration_that_raises_is_found(monkeypatch):
     def fails(*arguments):
         raise RuntimeError("out of resource: shared memory\nand more lines")
@@ -168,4 +161,6 @@ def test_the_command_shows_each_configuration_and_returns_agreement(broken_launc
     assert "configuration 1: round 0" in shown and "seed 3: 1 of" in shown
     assert not doctor_deep(CPU, as_json=True, **arguments)
     report = json.loads(capsys.readouterr().out)
-    assert report["seed"] == 3 and [o["mismatches"] for o in report["outcomes"]][:2] == [0, 1]
+    outcomes = report["outcomes"]
+    assert report["seed"] == 3 and [o["mismatches"] for o in outcomes] == [int(o["config"] == 1) for o in outcomes]
+    assert all(text in outcomes[1]["first"] for text in ("round 0", "elements differ", "expected"))

@@ -106,13 +106,11 @@ def test_kernels_access_only_their_operands(shape):
         assert launch.device_bytes(x.numel()) >= 3 * x.numel()
 
 
-def fused_outputs():
-    for spec in map(optional_spec, cases_of_inputs()):
-        for order in ("rows",) if spec is None else ("rows", "columns", "both"):
-            yield spec, order, 2 if spec is None or order == "both" else 1
-
-
-FUSED = list(fused_outputs())
+FUSED = [
+    (spec, order, 2 if spec is None or order == "both" else 1)
+    for spec in map(optional_spec, cases_of_inputs())
+    for order in (("rows",) if spec is None else ("rows", "columns", "both"))
+]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""PEFT's adapters on a base that is resident in FP8: gradients, merging, saving, training."""
+"""PEFT's adapters on a base that is resident in FP8, experts among it: gradients, merging, saving, training."""
 
 import copy
 import subprocess
@@ -13,6 +13,7 @@ from torch import nn
 import octavo
 from octavo.nn import ResidentWeight
 from octavo.numerics.error import sqnr
+from support.moe_models import mixture, state_bits
 
 peft = pytest.importorskip("peft")
 
@@ -21,7 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),  # PEFT asks Transformers for it
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Unmerge result can be inaccurate"),
-    pytest.mark.filterwarnings("ignore:.*reads a weight that is resident in FP8"),  # DoRA's norms
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),  # PEFT's own patterns
+    pytest.mark.filterwarnings("ignore:.*reads a weight that is resident in FP8"),  # DoRA's norms, PEFT's sums
 ]
 TOKENS = torch.randint(128, (2, 32), generator=torch.Generator().manual_seed(3))
 LINEARS = {"r": 8, "target_modules": "all-linear"}
@@ -48,16 +50,21 @@ def adapted(name, order=None, make=base, weight_only="auto"):
     model = peft.get_peft_model(model, ADAPTERS[name]())
     if order == "after":
         convert(model, weight_only)
+    return with_effect(model)
+
+
+def with_effect(model, std=0.02):
+    """The model, with adapters that do something."""
     torch.manual_seed(2)
     for key, parameter in model.named_parameters():
         if "lora_B" in key:
-            nn.init.normal_(parameter, std=0.02)
+            nn.init.normal_(parameter, std=std)
     return model
 
 
-def gradients(model):
+def gradients(model, tokens=TOKENS):
     model.zero_grad()
-    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    model(input_ids=tokens, labels=tokens).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -153,10 +160,7 @@ def test_gradients_of_strong_adapters_over_several_blocks(options, least, blocks
     plain = copy.deepcopy(model)
     octavo.convert(model, "rowwise", frozen="fp8", **options, verbose=False)
     for one in (model, plain):
-        torch.manual_seed(2)
-        for key, parameter in one.named_parameters():
-            if "lora_B" in key:
-                nn.init.normal_(parameter, std=0.1)
+        with_effect(one, std=0.1)
     exact = gradients(octavo.revert(copy.deepcopy(model)))
     actual, bf16 = whole(gradients(model)), whole(gradients(plain))
     print(f"{sqnr(whole(exact), actual):.1f} dB, against bf16 {sqnr(bf16, actual):.1f} dB")
@@ -229,3 +233,83 @@ def test_the_memory_of_a_70b_base_is_predicted_block_by_block():
     norms = 2 * 7 * 8192
     (line,) = [line for line in text.splitlines() if line.startswith("parameters")]
     assert line.split()[1:3] == [f"{(base + adapters + norms) / 2**30:.2f}", "GiB"]
+
+
+# --- experts ---
+
+FEW_TOKENS = torch.arange(24).view(2, 12) % 64
+
+
+def experts_base(family):
+    return mixture(family, hidden_size=128, intermediate_size=256).bfloat16()
+
+
+def with_expert_adapters(family):
+    """A mixture whose experts have adapters of PEFT, which are added to the values of all experts in each forward."""
+    model = convert(experts_base(family))
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    torch.manual_seed(1)
+    return with_effect(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[], target_parameters=names)))
+
+
+def choices(model):
+    """Record the experts that routers choose, in no order."""
+    record = {}
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            hook = lambda _, inputs, outputs, name=name: record.__setitem__(name, outputs[2].sort(-1)[0])  # noqa: E731
+            module.register_forward_hook(hook)
+    return record
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_adapters_of_expert_parameters_compute_in_high_precision(family):
+    """Their sum with the FP8 values is no FP8 matrix: rounding it again would drop most of a small adapter."""
+    model = with_expert_adapters(family)
+    expected = whole(gradients(octavo.revert(copy.deepcopy(model)), FEW_TOKENS))
+    assert len(expected) and sqnr(expected, whole(gradients(model, FEW_TOKENS))) >= 28
+    with model.disable_adapter():  # FP8 products again, of the bytes
+        logits = model(input_ids=FEW_TOKENS).logits
+    assert torch.equal(logits, convert(experts_base(family))(input_ids=FEW_TOKENS).logits)
+
+
+BESIDE_EXPERTS = {
+    "lora": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    "rslora": lambda: peft.LoraConfig(r=4, use_rslora=True, target_modules="all-linear"),
+    "dora": lambda: peft.LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "v_proj"]),
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[]),
+}
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("name", BESIDE_EXPERTS)
+def test_adapters_beside_resident_experts(name, order):
+    model = experts_base("mixtral")
+    model = convert(model) if order == "before" else model
+    model = peft.get_peft_model(model, BESIDE_EXPERTS[name]())
+    model = convert(model) if order == "after" else model
+    assert sum(row.experts and row.resident_bytes > 0 for row in octavo.report(model)) == 2
+    reference = octavo.revert(copy.deepcopy(model))
+    expected_choices, own = choices(reference), choices(model)
+    level = sqnr(*(whole(gradients(one, FEW_TOKENS)) for one in (reference, model)))
+    changed = sum(int((own[n] != expected_choices[n]).any(-1).sum()) for n in own)
+    print(f"{name}: {level:.1f} dB, {changed} of 48 tokens change an expert")
+    assert len(own) == 2 and level >= (24 if changed else 28)  # a token that changes an expert costs more than rounding
+
+
+UNSUPPORTED_FOR_EXPERTS = {
+    "LoRA": lambda: peft.LoraConfig(target_modules=["experts"]),
+    "IA3": lambda: peft.IA3Config(target_modules=["experts"], feedforward_modules=[]),
+    "DoRA": lambda: peft.LoraConfig(use_dora=True, target_modules=[], target_parameters=["mlp.experts.down_proj"]),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED_FOR_EXPERTS)
+def test_adapters_that_peft_has_not_for_experts_raise(name):
+    model = convert(mixture("mixtral"))
+    before = state_bits(model)
+    message = "does not work with use_dora" if name == "DoRA" else "Target module MixtralExperts.*is not supported"
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        peft.get_peft_model(model, UNSUPPORTED_FOR_EXPERTS[name]())
+    if name != "DoRA":
+        assert before.keys() == state_bits(model).keys()

@@ -32,16 +32,13 @@ def same_bytes(one, other):
 
 
 def test_it_holds_the_bytes_of_quantize_and_nothing_else(weight, plain):
+    assert isinstance(weight, nn.Parameter) and not weight.requires_grad
+    assert (weight.dtype, weight.shape, weight.stride()) == (torch.bfloat16, (48, 96), (96, 1))
     expected = quantize(plain, ROW)
     assert torch.equal(weight.data_.view(torch.uint8), expected.data.view(torch.uint8))
     assert torch.equal(weight.scale, expected.scale)
     assert weight.data_.nbytes + weight.scale.nbytes <= 1.05 * weight.numel()
     assert [v for v in vars(weight).values() if isinstance(v, torch.Tensor)] == [weight.data_, weight.scale]
-
-
-def test_it_has_the_interface_of_its_dtype(weight):
-    assert isinstance(weight, nn.Parameter) and not weight.requires_grad
-    assert (weight.dtype, weight.shape, weight.stride()) == (torch.bfloat16, (48, 96), (96, 1))
 
 
 COPIES = {

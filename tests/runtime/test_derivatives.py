@@ -15,28 +15,9 @@ import octavo
 from octavo.comm import all_gather, all_reduce, all_to_all_single, reduce_scatter
 from octavo.comm.collectives import exchange_rows
 from octavo.nn.experts import gather_rows, inverse_order
+from support.gated import GatedMLP, JointlyGatedMLP
 
 ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
-
-
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(64, 96, bias=False) for _ in range(2))
-        self.down_proj, self.act_fn = nn.Linear(96, 64, bias=False), nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class JointlyGated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_up_proj, self.down_proj, self.act_fn = nn.Linear(64, 192), nn.Linear(96, 64), nn.SiLU()
-
-    def forward(self, x):
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.act_fn(gate) * up)
 
 
 class Experts(nn.Module):
@@ -75,8 +56,8 @@ CASES = {
     "layer norm": partial(converted, partial(with_norm, nn.LayerNorm), precision=ACTIVATIONS),
     "RMS norm": partial(converted, partial(with_norm, nn.RMSNorm), precision=ACTIVATIONS),
     "activation": partial(converted, lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU()), precision=ACTIVATIONS),
-    "gated": partial(converted, lambda: nn.Sequential(Gated()), precision=ACTIVATIONS),
-    "gated jointly": partial(converted, lambda: nn.Sequential(JointlyGated()), precision=ACTIVATIONS),
+    "gated": partial(converted, lambda: nn.Sequential(GatedMLP()), precision=ACTIVATIONS),
+    "gated jointly": partial(converted, lambda: nn.Sequential(JointlyGatedMLP()), precision=ACTIVATIONS),
     "loss": Head,
 }
 STORES = ("layer norm", "RMS norm", "activation", "gated", "gated jointly")
