@@ -51,19 +51,21 @@ def test_a_probe_that_failed_runs_again(gpu):
     assert [probes("wrong number"), probes("wrong number"), probes(), probes()] == [["triton"]] * 3 + [[]]
 
 
-@pytest.mark.parametrize("change", ["GPU", "capability", "CUDA", "driver", "torch", "sources"])
+CHANGES = {
+    "GPU": (torch.cuda, "get_device_name", lambda device: "another GPU"),
+    "capability": (torch.cuda, "get_device_capability", lambda device: (10, 0)),
+    "CUDA": (probe_cache, "cuda_driver_version", lambda: 13000),
+    "torch": (torch, "__version__", "2.99"),
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "driver", "sources"])
 def test_another_gpu_driver_version_or_kernel_is_probed(gpu, monkeypatch, change):
     probes()
-    if change == "GPU":
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another GPU")
-    elif change == "capability":
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    elif change == "CUDA":
-        monkeypatch.setattr(probe_cache, "cuda_driver_version", lambda: 13000)
+    if change in CHANGES:
+        monkeypatch.setattr(*CHANGES[change])
     elif change == "driver":
         (gpu / "driver").write_text("NVRM version 580")
-    elif change == "torch":
-        monkeypatch.setattr(torch, "__version__", "2.99")
     else:
         (gpu / "octavo/kernels").mkdir(parents=True)
         (gpu / "octavo/kernels/gemm.py").write_text("changed")

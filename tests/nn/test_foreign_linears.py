@@ -24,8 +24,7 @@ def reason_beside_a_linear(module):
 
 
 def test_layers_of_torch_ao():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from torch.ao.quantization import get_default_qat_qconfig
 
         aware = torch.ao.nn.qat.Linear(128, 128, qconfig=get_default_qat_qconfig())

@@ -14,17 +14,14 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.kernels.quantize import QUANTIZE
 from octavo.nn.operands import INPUT_CASTS
+from tensors import randn
 
 SHAPE = (16, 32)
 
 
-def randn(seed=0, shape=SHAPE):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def made(seed=0):
+def made(seed=0, shape=SHAPE):
     """A tensor that autograd made."""
-    return randn(seed).requires_grad_() * 1
+    return randn(*shape, seed=seed).requires_grad_() * 1
 
 
 def pair():
@@ -90,7 +87,7 @@ def test_a_buffer_that_is_handed_out_again_is_quantized_again():
     first, second = pair()
     versions = set()
     for seed in range(4):
-        values = randn(seed).requires_grad_()
+        values = randn(*SHAPE, seed=seed).requires_grad_()
         y = Receive.apply(values)
         assert y is Receive.buffer and y.grad_fn is not None
         versions.add(y._version)
@@ -101,7 +98,7 @@ def test_a_buffer_that_is_handed_out_again_is_quantized_again():
 
 def test_views_are_not_taken_for_their_base():
     layer = octavo.convert(nn.Linear(32, 24), verbose=False)
-    x = randn(shape=(32, 32)).requires_grad_() * 1
+    x = made(shape=(32, 32))
     layer(x)
     for view in (x.t(), x[1:], x[::2], x.view(2, 16, 32), x.flip(0)):
         assert torch.equal(layer(view), alone(layer, view))
@@ -109,7 +106,7 @@ def test_views_are_not_taken_for_their_base():
 
 def test_a_dead_tensor_leaves_no_copy_and_no_graph():
     first, _ = pair()
-    x = Receive.apply(randn().requires_grad_())
+    x = Receive.apply(randn(*SHAPE).requires_grad_())
     Receive.buffer = torch.zeros(SHAPE)
     first(x)
     node, entry = weakref.ref(x.grad_fn), INPUT_CASTS.entry[1]
@@ -187,7 +184,7 @@ def test_a_tensor_that_another_thread_drops_leaves_no_copy():
 def test_recomputation_reads_what_there_is(reentrant):
     def gradients(checkpointed):
         layers = pair()
-        leaf = randn().requires_grad_()
+        leaf = randn(*SHAPE).requires_grad_()
         x = leaf * 1
 
         def both(x):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from models import llama
+from test_lora import with_effect
 from torch import nn
 
 import octavo
@@ -28,35 +29,21 @@ TEXT = {"vocab_size": 128, "hidden_size": WIDTH, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def qwen3(blocks):
-    sizes = TEXT | {
-        "num_hidden_layers": blocks,
-        "intermediate_size": 2 * WIDTH,
-        "num_key_value_heads": 2,
-        "head_dim": WIDTH // 4,
-    }
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
-
-
-def gpt2(blocks):
-    sizes = {"n_embd": WIDTH, "n_layer": blocks, "n_head": 4, "vocab_size": 128, "n_positions": 64}
-    ends = {"bos_token_id": 0, "eos_token_id": 1, "loss_type": "ForCausalLM"}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends, **dropout))
-
-
-def vit(blocks):
-    sizes = {
-        "hidden_size": WIDTH, "num_hidden_layers": blocks, "num_attention_heads": 4, "intermediate_size": 2 * WIDTH,
-    }  # fmt: skip
-    images = {"image_size": 32, "patch_size": 8, "num_labels": 10}
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, **images, **NO_DROPOUT))
-
-
-MODELS = {
-    "llama": lambda blocks: llama(hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=blocks),
-    "qwen3": qwen3, "gpt2": gpt2, "vit": vit,
+GPT2 = {
+    "n_embd": WIDTH, "n_head": 4, "vocab_size": 128, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 1,
+    "loss_type": "ForCausalLM", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
+QWEN3 = TEXT | {"intermediate_size": 2 * WIDTH, "num_key_value_heads": 2, "head_dim": WIDTH // 4}
+VIT = {
+    "hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 2 * WIDTH, "image_size": 32, "patch_size": 8,
+    "num_labels": 10, **NO_DROPOUT,
+}  # fmt: skip
+MODELS = {
+    "llama": lambda n: llama(hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=n),
+    "qwen3": lambda n: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**QWEN3, num_hidden_layers=n)),
+    "gpt2": lambda n: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, n_layer=n)),
+    "vit": lambda n: transformers.ViTForImageClassification(transformers.ViTConfig(**VIT, num_hidden_layers=n)),
+}
 ATTENTION = {  # as the names and classes say; the report gives the reason
     "llama": {"q_proj", "k_proj", "v_proj", "o_proj"}, "qwen3": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "gpt2": {"attn.c_attn", "attn.c_proj"}, "vit": {"q_proj", "k_proj", "v_proj", "o_proj"},
@@ -82,11 +69,7 @@ def adapted(family, blocks, steps):
     model = peft.get_peft_model(
         model, peft.LoraConfig(r=8, target_modules="all-linear", fan_in_fan_out=family == "gpt2")
     )
-    torch.manual_seed(2)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.02)
-    return model
+    return with_effect(model)
 
 
 def gradients(model):

@@ -94,11 +94,9 @@ def test_selective_checkpointing_ignores_own_hooks():
     packed = []
     outer = own_saved_tensors_hooks(unchanged, unchanged)
     inner = own_saved_tensors_hooks(lambda t: packed.append(t) or t, unchanged)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with outer, inner:
-            assert inner.in_force and not outer.in_force
-            loss = selective(x)
+    with warnings.catch_warnings(action="error"), outer, inner:
+        assert inner.in_force and not outer.in_force
+        loss = selective(x)
     assert packed, "plain saved tensors go through them"
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
