@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from models import MLP, assert_same, gradients, llama
+from models import assert_same, gradients, llama
 from torch import nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 import octavo
 from octavo.nn.convert import change_recipe
 from octavo.nn.linear import Linear
-from tensors import saved_and_loaded
 
 
 class Odd(nn.Linear):
@@ -44,50 +43,6 @@ def test_everything_but_the_product_is_kept():
     weight = model.model.layers[0].self_attn.q_proj.weight
     optimizer.step()
     assert not torch.equal(weight, before["model.layers.0.self_attn.q_proj.weight"])
-
-
-def test_state_dict_travels_both_ways():
-    plain = llama()
-    model = octavo.convert(copy.deepcopy(plain), verbose=False)
-    expected = plain.state_dict()
-    assert list(model.state_dict()) == list(expected)
-    loaded = saved_and_loaded(model.state_dict())
-    assert {k: (v.dtype, v.shape) for k, v in loaded.items()} == {k: (v.dtype, v.shape) for k, v in expected.items()}
-    assert_same(dict(expected), loaded)
-    other = octavo.convert(llama(), verbose=False)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    other.load_state_dict(expected)
-    ids = torch.arange(12).reshape(1, 12)
-    assert torch.equal(other(ids).logits, model(ids).logits)
-
-
-def test_revert_restores_the_model():
-    plain = MLP()
-    model = octavo.convert(copy.deepcopy(plain), verbose=False)
-    assert octavo.revert(model) is model
-    x = torch.randn(5, 64)
-    assert torch.equal(model(x), plain(x))
-    assert {type(m) for m in model.modules()} == {type(m) for m in plain.modules()}
-    assert vars(model.gate_proj).keys() == vars(plain.gate_proj).keys()
-    octavo.convert(model, "mxfp8", verbose=False)
-    assert octavo.report(model).rows[0].recipe == "mxfp8"
-    with pytest.raises(ValueError, match="has no converted layer"):
-        octavo.revert(plain)
-
-
-def test_skip_and_filter_leave_layers_with_their_reason():
-    model = octavo.convert(
-        llama(), skip=["*.o_proj", "model.layers.1"], filter=lambda module, fqn: module.out_features > 32, verbose=False
-    )
-    rows = octavo.report(model).rows
-    reasons = {row.name: row.reason for row in rows if not row.converted}
-    assert reasons["model.layers.0.self_attn.o_proj"] == "skipped by pattern '*.o_proj'"
-    assert reasons["model.layers.1.mlp.up_proj"] == "skipped by pattern 'model.layers.1'"
-    assert reasons["model.layers.0.self_attn.k_proj"] == "excluded by filter"
-    expected = ["self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    assert [row.name for row in rows if row.converted] == [f"model.layers.0.{name}" for name in expected]
 
 
 def test_a_skip_pattern_that_matches_nothing_warns():
