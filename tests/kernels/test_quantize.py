@@ -224,17 +224,8 @@ def test_wrong_operands_are_named(call, message):
         call(QuantSpec(granularity=ROW))
 
 
-@pytest.mark.parametrize(
-    ("order", "precomputed"),
-    [("rows", {"amax": torch.ones(40, 1)}), ("columns", {"scale": torch.ones(40, 1)}), ("both", {})],
-    ids=str,
-)
-def test_op_traces(order, precomputed):
-    x = randn(40, 50, dtype=torch.bfloat16)
-    arguments = (x, "e4m3/row", None, precomputed.get("amax"), precomputed.get("scale"), order)
-    torch.library.opcheck(torch.ops.octavo.quantize.default, arguments)
-
-
-def test_pair_op_traces():
-    x = randn(40, 50, dtype=torch.bfloat16)
+def test_ops_trace():
+    x, ones = randn(40, 50, dtype=torch.bfloat16), torch.ones(40, 1)
+    for amax, scale, order in ((ones, None, "rows"), (None, ones, "columns"), (None, None, "both")):
+        torch.library.opcheck(torch.ops.octavo.quantize.default, (x, "e4m3/row", None, amax, scale, order))
     torch.library.opcheck(torch.ops.octavo.quantize_pair.default, (x, "e4m3/row", None, "e4m3/column", None))
