@@ -138,20 +138,6 @@ def test_states_that_do_not_fit_raise():
     assert all(torch.equal(before[k], after[k]) for k in before if "weight" in k)
 
 
-def test_moves_and_copies_of_models():
-    model, x = resident(mlp()), torch.randn(4, 128)
-    expected = state_bits(copy.deepcopy(model))
-    y = model(x.bfloat16())
-    assert torch.equal(copy.deepcopy(model)(x.bfloat16()), y)
-    assert torch.equal(saved_and_loaded(model, weights_only=False)(x.bfloat16()), y)
-    model.float()
-    assert model[0].weight.dtype == torch.float32 and model(x).dtype == torch.float32
-    model.to("cpu", torch.bfloat16)
-    assert equal({k: v for k, v in expected.items() if "bias" not in k},
-                 {k: v for k, v in state_bits(model).items() if "bias" not in k})  # fmt: skip
-    assert model.to("meta")[0].weight.device.type == "meta"
-
-
 def test_disabled_computes_with_the_fp8_values():
     model, x = resident(mlp()), torch.randn(4, 128).bfloat16()
     with octavo.disabled():

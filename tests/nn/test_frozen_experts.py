@@ -137,6 +137,8 @@ def test_copies_moves_and_changes_of_the_recipe():
     expected = model(input_ids=TOKENS).logits
     assert torch.equal(copy.deepcopy(model)(input_ids=TOKENS).logits, expected)
     assert torch.equal(saved_and_loaded(model, weights_only=False)(input_ids=TOKENS).logits, expected)
+    on_meta = copy.deepcopy(model).to("meta").get_submodule(NAME).down_proj
+    assert isinstance(on_meta, ResidentWeight) and on_meta.device.type == on_meta.data_.device.type == "meta"
     before = {k: v.clone() for k, v in state_bits(model).items() if k.startswith(NAME) and "bias" not in k}
     model.bfloat16()
     assert model.get_submodule(NAME).down_proj.dtype == torch.bfloat16
