@@ -3,6 +3,10 @@
 import re
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
@@ -35,12 +39,17 @@ def pattern(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Group values by key, both in their order."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
 def listed(names: Sequence[str]) -> str:
     """List names, merging those of repeated layers: "layers.0.q", "layers.1.q", "head" → "layers.{0-1}.q, head"."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(pattern(name), []).append(name)
-    return ", ".join(merged(group) for group in groups.values())
+    return ", ".join(map(merged, grouped((pattern(name), name) for name in names).values()))
 
 
 def _ranges(values: Iterable[str]) -> str:

@@ -26,8 +26,7 @@ from octavo.planner.roofline import (
 MIN_SPEEDUP = 1.02  # Convert a layer only if its predicted speed-up is at least this
 
 TIE_FACTOR = 1.10
-"""Recipes within this factor of the fastest count as equally fast: predictions of linears on an H100 are no surer
-(docs/planner.md)."""
+"""Recipes within this factor of the fastest count as equally fast: predictions are no surer (docs/planner.md)."""
 
 NARROW_FEATURES = 1024  # A reason calls a layer narrow if in_features or out_features are below this
 FEW_TOKENS = 1024  # A reason mentions few tokens below this

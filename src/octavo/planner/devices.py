@@ -46,14 +46,11 @@ def read_measurements(path: Path) -> Measurements:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the calibration from {path}: {error}") from None
     except UnknownFormatError as error:
-        raise ValueError(
-            f"{path} has {error}: another release of Octavo wrote it. Run `octavo calibrate` on that GPU again"
-        ) from None
+        remedy = "another release of Octavo wrote it. Run `octavo calibrate` on that GPU again"
+        raise ValueError(f"{path} has {error}: {remedy}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not a table of `octavo calibrate` ({type(error).__name__}: {error}); the last line that it "
-            "prints names its table"
-        ) from None
+        problem = f"{path} is not a table of `octavo calibrate` ({type(error).__name__}: {error})"
+        raise ValueError(f"{problem}; the last line that it prints names its table") from None
     return Measurements(device, entries)
 
 
@@ -114,7 +111,7 @@ class Gpu:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields but the measurements as a dictionary; as TOML, it describes this GPU."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "measured"}
+        return {name: getattr(self, name) for name in _field_types()}
 
     @property
     def usable(self) -> int:
@@ -135,6 +132,10 @@ class Gpu:
     def network(self) -> float:
         """The same between machines."""
         return self.network_gbs * 1e9 * self.link_efficiency
+
+
+def _field_types() -> dict[str, Any]:
+    return {field.name: field.type for field in fields(Gpu) if field.name != "measured"}
 
 
 _MAY_BE_ZERO = ("fp8_tflops", "launch_us", "host_us", "capability")
@@ -218,13 +219,20 @@ def find_gpu(device: str | Path | Mapping[str, Any] | Gpu) -> Gpu:
     if not isinstance(device, str | Path):
         raise TypeError(f"a device is a name, the path of a TOML file, or a table; got {type(device).__name__}")
     if isinstance(device, Path) or device.endswith(".toml"):
-        return _gpu_from_table(_read(Path(device)), str(device))
+        import tomllib  # slow to import: it compiles large regular expressions
+
+        path = Path(device)
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"cannot read the description of a GPU from {path}: {error}") from None
+        return _gpu_from_table(table, str(device))
     gpu = _gpu_by_name(device)
     if gpu is None:
         raise ValueError(
             f"unknown GPU {device!r}{nearest(device.lower(), DEVICES)}. Known: {', '.join(DEVICES)}. For another GPU "
             'pass the path of a TOML file: like = "h100", name = "Other", and a line such as bf16_tflops = 800 for '
-            f"each property that differs. Properties: {', '.join(_fields())}"
+            f"each property that differs. Properties: {', '.join(_field_types())}"
         )
     return gpu
 
@@ -244,8 +252,7 @@ DRIVER_NAMES = (
     (("b200",), "b200"), (("mi300x",), "mi300x"),
 )  # fmt: skip
 """Words of a driver's name for a GPU, and the key in `DEVICES`. The first entry whose words all occur wins. The key is
-empty for a GPU whose name resembles a known one but that is not in the table.
-"""
+empty for a GPU whose name resembles a known one but that is not in the table."""
 
 
 def gpu_by_driver_name(name: str) -> Gpu | None:
@@ -261,10 +268,8 @@ def with_measurements(gpu: Gpu, calibration: str | Path | None) -> Gpu:
         measured = read_measurements(Path(calibration))
         measured_gpu = gpu_by_driver_name(measured.device)
         if measured_gpu is not None and measured_gpu.name != gpu.name:
-            raise ValueError(
-                f"{calibration} was measured on {measured.device}, not on {gpu.name}: pass the table of that GPU, or "
-                f"plan for {measured_gpu.name}"
-            )
+            problem = f"{calibration} was measured on {measured.device}, not on {gpu.name}"
+            raise ValueError(f"{problem}: pass the table of that GPU, or plan for {measured_gpu.name}")
         return replace(gpu, measured=measured)
     import torch
 
@@ -277,21 +282,8 @@ def with_measurements(gpu: Gpu, calibration: str | Path | None) -> Gpu:
     return gpu
 
 
-def _fields() -> dict[str, Any]:
-    return {field.name: field.type for field in fields(Gpu) if field.name != "measured"}
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    import tomllib  # slow to import: it compiles large regular expressions
-
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"cannot read the description of a GPU from {path}: {error}") from None
-
-
 def _gpu_from_table(table: Mapping[str, Any], where: str) -> Gpu:
-    types, entries = _fields(), dict(table)
+    types, entries = _field_types(), dict(table)
     like = entries.pop("like", None)
     base = _gpu_by_name(str(like))
     if like is not None and base is None:

@@ -53,8 +53,7 @@ class _Unraised(logging.Filter):
 @contextmanager
 def _fused_attention() -> Iterator[None]:
     """Keep attention fused on fake tensors of a CPU if values have another size than queries and keys."""
-    # Multi-head latent attention is like that. GPUs have fused kernels for it, and CPUs have not: there it becomes two
-    # products and a softmax, with whole scores.
+    # As in multi-head latent attention. GPUs have fused kernels for it; CPUs make two products and a softmax of it.
     original = F.scaled_dot_product_attention
 
     def attention(

@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.numerics.display import Table
 from octavo.numerics.plan import Plan, PlanRow
-from octavo.numerics.suggestions import merged, pattern
+from octavo.numerics.suggestions import grouped, merged, pattern
 from octavo.planner.decide import LinearDecision
 from octavo.planner.devices import Gpu
 from octavo.planner.memory_plan import FORECAST_KINDS, MemoryPlan, gib, merge_kinds
@@ -220,9 +220,6 @@ def _fit_note(plan: Forecast, memory: MemoryPlan, name: str) -> str:
 def _merge_like_rows(plan: Forecast) -> list[tuple[str, PlanRow, str]]:
     """Merge rows whose names differ only in numbers; add the configuration's recipe for each."""
     own = {} if plan.configured is None else {row.name: row.recipe for row in plan.configured.plan.rows}
-    groups: dict[tuple[str, str | None, str, str], list[PlanRow]] = {}
-    for row in plan.rows:
-        if row.name in plan.times:
-            own_recipe = own.get(row.name) or "bf16"
-            groups.setdefault((pattern(row.name), row.recipe, row.reason, own_recipe), []).append(row)
+    linears = [row for row in plan.rows if row.name in plan.times]
+    groups = grouped(((pattern(r.name), r.recipe, r.reason, own.get(r.name) or "bf16"), r) for r in linears)
     return [(merged([row.name for row in rows]) or "(the model)", rows[0], key[3]) for key, rows in groups.items()]

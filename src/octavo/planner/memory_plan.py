@@ -8,7 +8,7 @@ from functools import cached_property
 
 from octavo.nn.memory_audit import Audit, dtype_name
 from octavo.numerics.display import Displayed, Table
-from octavo.numerics.suggestions import merged, pattern
+from octavo.numerics.suggestions import grouped, merged, pattern
 from octavo.planner.timeline import (
     ACTIVATIONS,
     BATCH,
@@ -132,8 +132,7 @@ class MemoryPlan(Displayed):
 
 def with_saved(plan: MemoryPlan, saved: Audit) -> MemoryPlan:
     """Return a plan with what a forward saves for backward."""
-    by_dtype = sorted(saved.by_dtype.items(), key=lambda item: -item[1])
-    sizes = {dtype_name(dtype): size for dtype, size in by_dtype}
+    sizes = {dtype_name(dtype): size for dtype, size in sorted(saved.by_dtype.items(), key=lambda item: -item[1])}
     return replace(plan, saved_by_dtype=sizes, saved_by_layer=saved.by_owner)
 
 
@@ -146,9 +145,8 @@ def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_byt
         if high is not None and high - low <= 1:
             return low
         if low >= MOST_SEQUENCES:
-            raise ValueError(
-                "the peak does not grow with the batch: every batch fits, or the first dimension is not the batch"
-            )
+            reason = "every batch fits, or the first dimension is not the batch"
+            raise ValueError(f"the peak does not grow with the batch: {reason}")
         # If `high` comes from extrapolation only, high - 1 is the most likely answer.
         guess = 2 * low if high is None else high - 1 if high not in peaks else (low + high) // 2
         guess = min(guess, MOST_SEQUENCES)
@@ -175,15 +173,12 @@ def _bounds(peaks: Mapping[int, int], limit_bytes: int) -> tuple[int, int | None
 
 def merge_kinds(at_peak: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes of a `MemoryPlan` in the categories of forecasts: buffers and the batch are "other"."""
-    other = at_peak[BUFFERS] + at_peak[BATCH]
-    return {kind: at_peak[kind] for kind in FORECAST_KINDS} | {"other": other}
+    return {kind: at_peak[kind] for kind in FORECAST_KINDS} | {"other": at_peak[BUFFERS] + at_peak[BATCH]}
 
 
 def merge_like_layers(sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
     """Merge layers with like names: (name, layers, bytes), largest first."""
-    groups: dict[str, list[str]] = {}
-    for name in sizes:
-        groups.setdefault(pattern(name), []).append(name)
+    groups = grouped((pattern(name), name) for name in sizes)
     rows = [(merged(names) or "(the model)", len(names), sum(sizes[n] for n in names)) for names in groups.values()]
     return sorted(rows, key=lambda row: -row[2])
 

@@ -209,10 +209,9 @@ def _check(model: nn.Module, checkpointing: str) -> None:
         raise ValueError("no parameter of this model requires a gradient: plan predicts training, unfreeze a parameter")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"{name} is a DTensor, distributed over ranks: plan the model before parallelize, fully_shard or "
-                "parallelize_module; tensor, sequence, pipeline and expert parallelism are not predicted"
-            )
+            remedy = "plan the model before parallelize, fully_shard or parallelize_module"
+            limits = "tensor, sequence, pipeline and expert parallelism are not predicted"
+            raise ValueError(f"{name} is a DTensor, distributed over ranks: {remedy}; {limits}")
 
 
 def _recipes(precision: Precision | None, recipe: str | Recipe, skip: Sequence[str]) -> tuple[Precision, Any]:
@@ -243,10 +242,8 @@ class _Inputs:
         with fake_tensors():
             sizes = [tuple(t.shape) for t in tree_leaves(inputs.make()) if isinstance(t, Tensor)]
         if not sizes:
-            raise ValueError(
-                f"the batch contains no tensor and no shape: {batch!r}. Pass tensors, or shapes by name, such as "
-                f"{{'input_ids': (4, 2048)}}{or_else}"
-            )
+            remedy = f"Pass tensors, or shapes by name, such as {{'input_ids': (4, 2048)}}{or_else}"
+            raise ValueError(f"the batch contains no tensor and no shape: {batch!r}. {remedy}")
         return replace(inputs, sizes=sizes)
 
     @property
@@ -291,9 +288,8 @@ def default_loss(model: nn.Module, batch: object) -> Tensor:
     leaves = [leaf for leaf in tree_leaves(dict(outputs) if hasattr(outputs, "keys") else outputs)
               if isinstance(leaf, Tensor) and leaf.requires_grad]  # fmt: skip
     if not leaves:
-        raise ValueError(
-            f"{type(model).__name__} returns nothing that requires a gradient: pass loss=, or unfreeze a parameter"
-        )
+        problem = f"{type(model).__name__} returns nothing that requires a gradient"
+        raise ValueError(f"{problem}: pass loss=, or unfreeze a parameter")
     return sum((leaf.sum() for leaf in leaves[1:]), leaves[0].sum())
 
 

@@ -19,7 +19,7 @@ Measured times (`Gpu.measured`) replace the formulas, and a cost reports its mea
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from octavo.kernels.gemm import cases_of
 from octavo.kernels.gemm.product_timing import BF16_CASES, MATMUL
@@ -79,10 +79,7 @@ class Cost:
 
 
 def total(costs: Sequence[Cost]) -> Cost:
-    return Cost(
-        forward=sum(cost.forward for cost in costs), backward=sum(cost.backward for cost in costs),
-        host=sum(cost.host for cost in costs), measured=sum(cost.measured for cost in costs),
-    )  # fmt: skip
+    return Cost(**{field.name: sum(getattr(cost, field.name) for cost in costs) for field in fields(Cost)})
 
 
 def product(

@@ -1,5 +1,4 @@
-"""Predict the time of a training step from a trace of one forward: linear layers by the roofline, the rest by simple
-models (docs/planner.md).
+"""Predict the time of a step from a trace of one forward: linears by the roofline, the rest simply (docs/planner.md).
 
 Collectives. A group of W ranks has p of them on each of M machines. N is the size of the whole tensor: the result of
 an all-gather, the input of a reduce-scatter or an all-to-all; `inside` and `between` are bytes/s of one GPU. A ring
@@ -25,6 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 from octavo.numerics import Precision
 from octavo.numerics.plan import Plan
 from octavo.numerics.recipe import Recipe
+from octavo.numerics.suggestions import grouped
 from octavo.optim.adamw import ADAMW
 from octavo.planner.devices import Gpu
 from octavo.planner.host_time import FUSED_OPERATIONS
@@ -124,10 +124,8 @@ def layout_settings(gpus: int, layout: ParallelLayout | None, *, apart: int = 1)
     if layout is None:
         return {"gpus": gpus, "fp8_gather": gpus > GPUS_PER_MACHINE}
     if not isinstance(layout, ParallelLayout):
-        raise TypeError(
-            f"parallel is an octavo.parallel.Parallel: shards, copies, or both (FSDP2, DDP, HSDP); got {layout!r}. "
-            "Tensor, sequence, pipeline and expert parallelism are not predicted"
-        )
+        problem = f"parallel is an octavo.parallel.Parallel: shards, copies, or both (FSDP2, DDP, HSDP); got {layout!r}"
+        raise TypeError(f"{problem}. Tensor, sequence, pipeline and expert parallelism are not predicted")
     copies, shards = layout.sizes(gpus)
     if layout.cpu_offload and copies > 1 and shards == 1:
         raise ValueError("cpu_offload needs shards, and this layout has copies only: set dp_shard above 1")
@@ -145,10 +143,9 @@ def check_gathered(plan: Plan, parallel: ParallelLayout | None) -> None:
     gathers = parallel is not None and parallel.fp8_comm in ("on", "gather")
     recipes = {row.recipe.name for row in plan.decisions.values() if row.recipe and not row.recipe.supports_fp8_gather}
     if gathers and recipes and parallel is not None:
-        raise ValueError(
-            f"fp8_comm={parallel.fp8_comm!r} with recipe {', '.join(sorted(recipes))}: its weights cannot be gathered "
-            "in FP8. Nearest: recipe 'rowwise'; or fp8_comm='off'"
-        )
+        given = f"fp8_comm={parallel.fp8_comm!r} with recipe {', '.join(sorted(recipes))}"
+        remedy = "Nearest: recipe 'rowwise'; or fp8_comm='off'"
+        raise ValueError(f"{given}: its weights cannot be gathered in FP8. {remedy}")
 
 
 # Collectives
@@ -230,9 +227,7 @@ def sharded(gpu: Gpu, trace: Trace, config: StepConfig, saved: float) -> tuple[l
         of_shard = (1 - experts) * trace.trained * config.reduce_bytes / config.shards
         whole = (1 - experts) * trace.trained * (FP8_BYTES_PER_ELEMENT if config.fp8_reduce else 2)
         size, apart = of_shard if config.shards > 1 else whole, config.shards * config.tp
-        reductions.append(
-            collective(gpu, COPIES, "all-reduce", size, ranks=config.copies, apart=apart, backward=True)
-        )  # fmt: skip
+        reductions.append(collective(gpu, COPIES, "all-reduce", size, ranks=config.copies, apart=apart, backward=True))
     return gathers, reductions
 
 
@@ -270,8 +265,7 @@ class StepTime:
         return self.flops / self.seconds / self.peak
 
     def to_json(self) -> dict[str, float]:
-        derived = {"seconds": self.seconds, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
-        return asdict(self) | derived
+        return asdict(self) | {name: getattr(self, name) for name in ("seconds", "tokens_per_second", "mfu")}
 
 
 PARTS = ("linears", "attention", "products", "rest", "optimizer", "communication", "waiting", "bubble")
@@ -455,26 +449,17 @@ def pipeline_time(gpu: Gpu, stages: Sequence[StepTime], step_config: StepConfig,
         sums = {part: sum(getattr(stages[index], part) for index in own) for part in PARTS}
         totals.append((sum(sums.values()) - sums["optimizer"], own, sums))
     busiest, own, sums = max(totals, key=lambda total: total[0])
-    rows: dict[tuple[str, bool], Sent] = {}
-    for sent in (row for index in own for row in stages[index].sent):
-        key = sent.kind, sent.backward
-        earlier = rows.get(key, replace(sent, bytes=0.0, seconds=0.0))
-        rows[key] = replace(sent, bytes=sent.bytes + earlier.bytes, seconds=sent.seconds + earlier.seconds)
+    alike = grouped(((row.kind, row.backward), row) for index in own for row in stages[index].sent).values()
+    rows = [replace(s[0], bytes=sum(r.bytes for r in s), seconds=sum(r.seconds for r in s)) for s in alike]
     owner = {action.stage: rank for rank, row in enumerate(actions) for action in row}
-    ahead, behind = (
-        max(
-            sum(owner[i] != owner[i + step] for i in {a.stage for a in row} if 0 <= i + step < len(stages))
-            for row in actions
-        )
-        for step in (1, -1)
-    )
-    between = [
-        Sent(kind=STAGES, bytes=message_bytes, seconds=message, backward=bool(back)).times(count * micro_batches)
-        for back, count in enumerate((ahead, behind))
-    ]
-    first = stages[0]
+    between = []
+    for step in (1, -1):  # to the stage ahead in forward, to the one behind in backward
+        pairs = [[(i, i + step) for i in {a.stage for a in row} if 0 <= i + step < len(stages)] for row in actions]
+        most = max(sum(owner[one] != owner[other] for one, other in of_rank) for of_rank in pairs)
+        sent = Sent(kind=STAGES, bytes=message_bytes, seconds=message, backward=step < 0)
+        between.append(sent.times(most * micro_batches))
     return replace(
-        first, **(sums | {"bubble": max(0.0, seconds - busiest)}),
+        stages[0], **(sums | {"bubble": max(0.0, seconds - busiest)}),
         flops=sum(stage.flops for stage in stages) / ranks, forward=0.0, backward=0.0,
-        sent=(*rows.values(), *between),
+        sent=(*rows, *between),
     )  # fmt: skip

@@ -15,13 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from octavo.runtime.torch_compat import (
-    FakeTensor,
-    TorchDispatchMode,
-    in_backward,
-    is_traceable_wrapper_subclass,
-    tree_leaves,
-)
+from octavo.numerics.suggestions import grouped
+from octavo.runtime import torch_compat
+from octavo.runtime.torch_compat import FakeTensor, TorchDispatchMode, in_backward, tree_leaves
 
 PARAMETERS, BUFFERS, STATES, BATCH = "parameters", "buffers", "optimizer states", "batch"
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
@@ -66,9 +62,7 @@ class MemorySeries:
 
     @property
     def peaks(self) -> dict[str, MemorySample]:
-        rows: dict[str, list[int]] = {}
-        for at, phase in enumerate(self.phases):
-            rows.setdefault(phase, []).append(at)
+        rows = grouped((phase, at) for at, phase in enumerate(self.phases))
         return {phase: MemorySeries(self.kinds, [phase] * len(at), self.table[at]).peak for phase, at in rows.items()}
 
     @property
@@ -255,7 +249,7 @@ class Timeline(TorchDispatchMode):
 def _unwrapped(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield plain tensors, and the inner tensors of wrapper subclasses."""
     for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
+        if torch_compat.is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             parts = [getattr(tensor, name) for name in names]
             yield from _unwrapped(part for part in parts if isinstance(part, Tensor))  # a DTensor's mesh is not
