@@ -7,7 +7,7 @@ the `forward` of a block is wrapped: modules, names, hooks and `state_dict` stay
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, update_wrapper, wraps
 from typing import Any
 
@@ -47,15 +47,14 @@ def _measured(stage: str) -> Iterator[None]:
 
 class CompiledBlocks:
     def __init__(self, model: nn.Module, mode: str, device: torch.device, problem: str = "") -> None:
-        self.reason = ""  # Why the blocks run eagerly although they should compile; else empty
-        self._blocks: list[nn.Module] = []
+        self._model, self._required = model, mode == "blocks"
         self._forward: Callable[..., Any] | None = None
-        self._reported = 0, "", _SECONDS["compile"]
-        if mode == "none" or (mode == "auto" and device.type != "cuda"):
-            return
-        self._model, self._blocks, self._required = model, find_blocks(model), mode == "blocks"
-        self.reason = problem if self._blocks else f"{type(model).__name__} has no list of equal blocks"
-        if self.reason and mode == "blocks":
+        compiles = self._required or (mode == "auto" and device.type == "cuda")
+        self._blocks = find_blocks(model) if compiles else []
+        self.reason = ""  # Why the blocks run eagerly although they should compile; else empty
+        if compiles:
+            self.reason = problem if self._blocks else f"{type(model).__name__} has no list of equal blocks"
+        if self.reason and self._required:
             raise ConfigError(f'run.compile = "blocks": {self.reason}: {REMEDY}')
         self._reported = 0, self.reason, _SECONDS["compile"]
 
@@ -65,8 +64,7 @@ class CompiledBlocks:
 
     def trial(self) -> AbstractContextManager[None]:
         """Run the trial batch inside; eagerly if recipes with channel scales would measure it."""
-        measures = self.active and any(equalized_layers(self._model))
-        return run_eagerly() if measures else nullcontext()
+        return run_eagerly() if self.active and any(equalized_layers(self._model)) else nullcontext()
 
     def one_pass(self) -> AbstractContextManager[None]:
         """Run one forward and backward inside; eagerly if recipes with channel scales measure them."""
@@ -189,7 +187,7 @@ class Checkpointing:
 
     def _contexts(self, block: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         caching, cached = create_selective_checkpoint_contexts(SAVED_OPS)
-        return (caching if self._saved is None else _nested(_Recorder(self._saved, block), caching)), cached
+        return (caching if self._saved is None else _recorded(caching, _Recorder(self._saved, block))), cached
 
 
 SavedOutputs = dict[int, tuple[torch.UntypedStorage, SavedStorage]]  # By the address, which stays a storage's own
@@ -214,8 +212,6 @@ class _Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+def _recorded(caching: AbstractContextManager[Any], recorder: _Recorder) -> Iterator[None]:
+    with recorder, caching:
         yield

@@ -1,7 +1,6 @@
 """Durable writes and the lock of an output folder.
 
-A rename may reach the disk before the content, so the content is synced first. The system releases a lock with its
-process, so no lock is stale.
+A rename may reach the disk before the content, so the content is synced first. A lock ends with its process.
 """
 
 import errno

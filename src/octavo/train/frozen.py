@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.numerics.suggestions import nearest
+from octavo.numerics.suggestions import grouped, nearest
 from octavo.planner.fake import fake_copy, fake_tensors
 from octavo.train.config.run_config import ConfigError
 
@@ -32,10 +32,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _check_tied(model: nn.Module, patterns: Sequence[str]) -> None:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for shared in names.values():
+    parameters = model.named_parameters(remove_duplicate=False)
+    for shared in grouped((id(parameter), name) for name, parameter in parameters).values():
         frozen = [name for name in shared if _is_frozen_by(name, patterns)]
         if frozen and len(frozen) < len(shared):
             other = next(name for name in shared if name not in frozen)

@@ -82,8 +82,7 @@ def build_of_kind(config: TrainConfig, kind: ModelKind, fields: Mapping[str, Any
 
         settings = model_config(config.model, fields)
         make = partial(kind.auto.from_config, settings, dtype=dtype, trust_remote_code=False)
-        # The initialization of image models reads numbers that fake tensors do not have. Without it, some language
-        # models are not tied.
+        # Image models read numbers for it, which fake tensors lack. Without it some language models are not tied.
         initialized = folder is not None or weights or kind is LANGUAGE
         where = f"model.config: {config.model.type}" if folder is None else f"model.path = {folder}: the model"
         with naming(f"{where} cannot be built from it"), nullcontext() if initialized else no_init_weights():

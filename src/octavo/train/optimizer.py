@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from octavo.kernels.adamw import HyperParams, ParamState
 from octavo.nn.experts import STACKED
-from octavo.numerics.suggestions import nearest
+from octavo.numerics.suggestions import grouped, nearest
 from octavo.optim import OPTIMIZERS, AdamW
 from octavo.optim.adamw import ADAMW
 from octavo.optim.sharded import local_rows, shard_like, sum_gradient
@@ -263,10 +263,8 @@ class TrainerOptimizer(ABC):
         gradients = self.gradients()
         if loss_scale != 1.0:
             torch._foreach_div_(list(gradients.values()), loss_scale)
-        by_copies: dict[int, list[Tensor]] = {}
-        for name, param in zip(self._names, self._params, strict=True):
-            if name in gradients:
-                by_copies.setdefault(copies(param), []).append(gradients[name])
+        named = zip(self._names, self._params, strict=True)
+        by_copies = grouped((copies(param), gradients[name]) for name, param in named if name in gradients)
         norms = {
             number: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
             for number, grads in by_copies.items()
@@ -364,7 +362,7 @@ class MasterWeightOptimizer(TrainerOptimizer):
         self.in_place = not self._separate()
         self._spec = OPTIMIZERS[optim.name]
         assert self._spec.fused is not None
-        groups = [part for group in _groups(self._names, self._masters, self._settings) for part in _by_mesh(group)]
+        groups = _groups(self._names, self._masters, self._settings, by_mesh=True)  # as a fused step takes them
         make: Callable[..., torch.optim.Optimizer] = self._spec.fused
         self.inner = make(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         self._begin()
@@ -472,22 +470,15 @@ def _master(param: Tensor, fp32_values: Tensor | None) -> nn.Parameter:
 
 
 def _groups(
-    names: Sequence[str], params: Sequence[Tensor], settings: Mapping[str, ParameterSettings], flag: str | None = None
-) -> list[dict[str, Any]]:
-    """Parameter groups, one for all parameters with equal settings; `flag`: a setting of those not left to AdamW."""
-    by_setting: dict[ParameterSettings, list[Tensor]] = {}
-    for name, param in sorted(zip(names, params, strict=True), key=lambda entry: settings[entry[0]]):
-        by_setting.setdefault(settings[name], []).append(param)
+    names: Sequence[str], params: Sequence[Tensor], settings: Mapping[str, ParameterSettings], flag: str | None = None,
+    *, by_mesh: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Parameter groups, one for all with equal settings, and mesh; `flag`: a setting of those not left to AdamW."""
+    ordered = sorted(zip(names, params, strict=True), key=lambda entry: settings[entry[0]])
+    meshes = [getattr(param, "device_mesh", None) if by_mesh else None for _, param in ordered]
+    alike = grouped(((settings[name], mesh), param) for (name, param), mesh in zip(ordered, meshes, strict=True))
     return [
         {"params": members, "lr": setting.lr, "weight_decay": setting.weight_decay}
         | ({} if flag is None else {flag: not setting.rest})
-        for setting, members in by_setting.items()
+        for (setting, _), members in alike.items()
     ]
-
-
-def _by_mesh(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Divide a group by the mesh of its parameters: a fused step takes those of one mesh."""
-    by_mesh: dict[Any, list[Tensor]] = {}
-    for param in group["params"]:
-        by_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
-    return (group | {"params": params} for params in by_mesh.values())

@@ -83,9 +83,7 @@ def _check_documents_apart(model: nn.Module, logits: Callable[[Tensor], Tensor],
         raise ConfigError(f"{problem}: it does not mask attention by position_ids; {REMEDY}")
 
 
-def _embedding_gradient(
-    model: Any, logits: Callable[[Tensor], Tensor], inputs: Tensor, tokens: slice
-) -> Tensor | None:  # fmt: skip
+def _embedding_gradient(model: Any, logits: Callable[[Tensor], Tensor], inputs: Tensor, tokens: slice) -> Tensor | None:
     """The gradient of the logits of some tokens in the embeddings [B,S,D]; None without a dependency or embeddings."""
     embeddings: list[Tensor] = []
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from octavo.kernels.gemm.torch_bf16 import SWITCH as CPU_PRODUCTS
+from octavo.numerics.suggestions import grouped
 from octavo.runtime.torch_compat import PrefixStore, Store, get_default_store
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import Run
@@ -108,13 +109,9 @@ class Ranks:
         return value
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
-        if self.world_size == 1:
-            return
         by_rank = self.all_gather(dict(settings))
-        for key in dict.fromkeys(key for settings_of_rank in by_rank for key in settings_of_rank):
-            owners: dict[str, list[int]] = {}
-            for rank, settings_of_rank in enumerate(by_rank):
-                owners.setdefault(repr(settings_of_rank[key]) if key in settings_of_rank else "unset", []).append(rank)
+        for key in dict.fromkeys(key for own in by_rank for key in own):
+            owners = grouped((repr(own[key]) if key in own else "unset", rank) for rank, own in enumerate(by_rank))
             if len(owners) > 1:
                 shown = "; ".join(f"{value} on {_rank_names(ranks)}" for value, ranks in owners.items())
                 raise SharedError(f"the ranks do not train the same: {key} = {shown}. Give every machine the same one")
@@ -147,8 +144,9 @@ class Ranks:
         return None if self.world_size == 1 else dist.new_group(backend="gloo", timeout=timeout)
 
     def all_gather(self, value: object) -> list[Any]:
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
         return values
 
 

@@ -322,7 +322,7 @@ def stage_input(model: Any, stage: Stage, config: TrainConfig, ids: Tensor) -> T
     if stage.first:
         return ids
     hidden, tokens = model.config.get_text_config().hidden_size, ids.shape[1] // _token_parts(config)
-    dtype = torch.float32 if config.precision.parameters == "fp32" else PARAMETER_DTYPES[config.precision.parameters]
+    dtype = PARAMETER_DTYPES[config.precision.parameters]
     return torch.empty(ids.shape[0], tokens, hidden, dtype=dtype, device=ids.device, requires_grad=True)
 
 

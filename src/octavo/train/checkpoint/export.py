@@ -72,11 +72,8 @@ def export(
             if layout is not None:
                 convert_as(model, state["recipes"])
         with write_errors(out):
-            if diffusers_models.is_model(model):
-                exported = diffusers_models.export(model, folder, layout, max_shard_size)
-            else:
-                exported = write(model, folder, layout, max_shard_size)
-            exported = replace(exported, path=out)
+            write_model = diffusers_models.export if diffusers_models.is_model(model) else write
+            exported = replace(write_model(model, folder, layout, max_shard_size), path=out)
             _copy_assets(checkpoint, folder)
             if merge:
                 (folder / "adapter_config.json").unlink()
@@ -84,8 +81,7 @@ def export(
                 config = state["config"]
                 base = config["model"].get("path") or f"none: a new {config['model'].get('type')}"
                 rows = {"base model": base, "run": f"{config['run'].get('name')}, step {state['step']}"}
-                text = model_card(model, exported, layout, rows)
-                (folder / "README.md").write_text(text, encoding="utf-8")
+                (folder / "README.md").write_text(model_card(model, exported, layout, rows), encoding="utf-8")
             write_digests(folder, {})
     return exported
 
@@ -134,10 +130,8 @@ def _merged(checkpoint: Path, state: dict[str, Any], dtype: torch.dtype) -> Any:
     if config.model.path is None or config.lora is None:
         raise ConfigError(f"{checkpoint} has no base to add its adapters to: its run had no model.path")
     base = hub_folder(config.model.path)
-    try:
+    with naming(f"{base}, the base of {checkpoint} (model.path), cannot be read", ConfigError):
         model = load_pretrained(base, dtype, kind_of(load_model_config(base)))
-    except ConfigError as error:
-        raise ConfigError(f"{base}, the base of {checkpoint} (model.path), cannot be read: {error}") from None
     lora.add_adapters(model, config.lora, 0, None)
     sharded = (checkpoint / SHARDS).exists()
     comparable = config.lora.base == "bf16" and not sharded  # the digest is that of the weights in the run

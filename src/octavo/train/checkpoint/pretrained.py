@@ -80,7 +80,12 @@ def _hub_kernels(config: object, inside: bool = False) -> list[str]:
 def load_pretrained(folder: Path, dtype: torch.dtype, kind: ModelKind | None = None) -> Any:
     """The model in `folder`, on the CPU, as one of `kind`; None: of its own kind."""
     settings = load_model_config(folder)
-    _check_indices(folder)
+    for path in folder.glob("*.index.json"):
+        with naming(f"{path.name} cannot be read"):
+            files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+            outside = [name for name in files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
+        if outside:
+            raise ConfigError(f"{path.name} names {min(outside)!r}, which is not in the folder: copy it there")
     try:
         with no_progress_bar():
             loaded: Any = (kind or kind_of(settings)).auto.from_pretrained(
@@ -95,16 +100,6 @@ def load_pretrained(folder: Path, dtype: torch.dtype, kind: ModelKind | None = N
         raise ConfigError(f"the checkpoint lacks {missing[0]} ({len(missing)} weights in all)")
     load_generation_config(folder, model)  # for a damaged one transformers would take the defaults
     return model
-
-
-def _check_indices(folder: Path) -> None:
-    """Raise ConfigError if an index of weights names a file outside of `folder`."""
-    for path in folder.glob("*.index.json"):
-        with naming(f"{path.name} cannot be read"):
-            files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-            outside = [name for name in files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
-        if outside:
-            raise ConfigError(f"{path.name} names {min(outside)!r}, which is not in the folder: copy it there")
 
 
 def settings_of(model: Any) -> Any:

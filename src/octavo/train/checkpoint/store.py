@@ -32,6 +32,7 @@ from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import get_recipe
+from octavo.numerics.suggestions import grouped
 from octavo.train import lora
 from octavo.train.checkpoint import pretrained, shards
 from octavo.train.checkpoint.digests import check_digests, find_damage, write_digests
@@ -111,17 +112,13 @@ class CheckpointSaver:
         own = equalized.state_dict(model)
         if self._ranks.world_size == 1:
             return own
-        by_rank = self._ranks.all_gather((part, own))
-        states = [
-            equalized.merge_states([state for other, state in by_rank if other == index])
-            for index in sorted({index for index, _ in by_rank})
-        ]
+        by_part = grouped(self._ranks.all_gather((part, own)))
+        states = [equalized.merge_states(by_part[index]) for index in sorted(by_part)]
         return states[0] if len(states) == 1 else {PARTS: states} if any(states) else {}
 
     def _merged(self, own: dict[str, str]) -> dict[str, str]:
         """The entries of all ranks, which may have different layers."""
-        by_rank = self._ranks.all_gather(own) if self._ranks.world_size > 1 else [own]
-        return {name: value for entries in by_rank for name, value in entries.items()}
+        return {name: value for entries in self._ranks.all_gather(own) for name, value in entries.items()}
 
     def _publish(self, checkpoint: "_NewCheckpoint", digests: dict[str, str]) -> None:
         merged = self._merged(digests)

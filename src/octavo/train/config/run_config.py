@@ -187,12 +187,10 @@ class TrainConfig(Section):
 
     def to_toml(self) -> str:
         """The effective configuration as TOML that `load_config` reads back equal; unset keys are left out."""
-        lines = []
-        for name, section in self.model_dump(exclude_none=True).items():
-            lines.append(f"[{name}]")
-            lines += [f"{key} = {_toml(value)}" for key, value in section.items()]
-            lines.append("")
-        return "\n".join(lines)
+        return "\n".join(
+            f"[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in section.items())
+            for name, section in self.model_dump(exclude_none=True).items()
+        )
 
 
 Change = Callable[[Mapping[str, Any]], dict[str, Any]]  # Makes other sections of those of a file

@@ -67,10 +67,9 @@ class Chat:
         self._text_arguments = False  # Whether the template prints arguments as they are, of objects Python's form
         self._checked: set[str] = set()  # Shapes of conversations of which the template is known to drop nothing
         if self._assistant and not self._hf.is_fast:
-            raise ConfigError(
-                f"{type(self._hf).__name__} is written in Python and does not tell which characters a token is of, "
-                'which data.loss_on = "assistant" needs: convert it to tokenizer.json, or set data.loss_on = "all"'
-            )
+            problem = f"{type(self._hf).__name__} is written in Python and does not tell which characters a token is of"
+            remedy = 'convert it to tokenizer.json, or set data.loss_on = "all"'
+            raise ConfigError(f'{problem}, which data.loss_on = "assistant" needs: {remedy}')
 
     def encode(self, conversations: list[str]) -> list[tuple[list[int], np.ndarray | None]]:
         """The ids of conversations, as `conversation_text` writes them, and which are targets: bool, None for all."""
@@ -160,10 +159,9 @@ class Chat:
             messages[last] |= dict.fromkeys(fields[last], mark(f'"{fields[last][0]}" of message {last}'))
             text += self._apply(messages[: last + 1], tools)[0]
         if dropped := next((what for name, what in marks.items() if name not in text), None):
-            raise ConfigError(
-                f"the chat template renders nothing of {dropped}, so that it would not be learned: set "
-                f'data.chat_template to a file with a template that renders it, or to "{PLAIN}", or remove the field'
-            )
+            remedy = f'a file with a template that renders it, or to "{PLAIN}", or remove the field'
+            problem = f"the chat template renders nothing of {dropped}, so that it would not be learned"
+            raise ConfigError(f"{problem}: set data.chat_template to {remedy}")
         self._checked.add(str(shape))
 
     def _span(self, messages: Messages, tools: Messages, index: int, text: str) -> tuple[int, int]:

@@ -121,10 +121,9 @@ class Corpus(Sequences):
             learned = (self._read(start, stop, counts).any() for start, stop in bounds)
             self._numbers = np.flatnonzero(np.fromiter(learned, bool))
         if not len(self._numbers):
-            raise NoSequencesError(
-                f"data.sequence_length = {length} is longer than the data{which}: it has {self.tokens} tokens in "
-                f"{self.documents} documents, of which a sequence needs one more than its length"
-            )
+            size = f"{self.tokens} tokens in {self.documents} documents"
+            problem = f"data.sequence_length = {length} is longer than the data{which}: it has {size}"
+            raise NoSequencesError(f"{problem}, of which a sequence needs one more than its length")
         self._order = EpochOrder(len(self._numbers), shuffle=shuffle)
 
     @property

@@ -123,12 +123,11 @@ class Column:
             raise ConfigError(f'"{self.source}" has {count} columns "{fields[0]}": rename all but the one to read')
         if count:
             return fields + [TOOLS] * (self.messages and TOOLS in names)
-        talks = CONVERSATIONS & set(names) if not self.messages else ()
-        raise NoFieldError(
-            f'"{self.source}" has no field "{self.name}"{nearest(self.name, names)} '
-            f"(fields: {', '.join([*names][:50]) or 'none'}): set data.{'messages' if self.messages else 'text'}_field"
-            + (', or for conversations data.format = "messages"' if talks else "")
-        )
+        problem = f'"{self.source}" has no field "{self.name}"{nearest(self.name, names)}'
+        remedy = f"set data.{'messages' if self.messages else 'text'}_field"
+        if not self.messages and CONVERSATIONS & set(names):
+            remedy += ', or for conversations data.format = "messages"'
+        raise NoFieldError(f"{problem} (fields: {', '.join([*names][:50]) or 'none'}): {remedy}")
 
     def text(self, where: object, row: Mapping[str, object]) -> str | None:
         """The document of a row; None or "" if it has none. Raises ConfigError, beginning with `where`."""
@@ -150,10 +149,8 @@ class Column:
 
 
 def _too_long(where: object) -> ConfigError:
-    problem = f"{where} is longer than {ROW_LIMIT >> 20} MiB"
-    return ConfigError(
-        f"{problem}: cut it into several rows, or put the text into a .txt file, which is read in pieces"
-    )
+    remedy = "cut it into several rows, or put the text into a .txt file, which is read in pieces"
+    return ConfigError(f"{where} is longer than {ROW_LIMIT >> 20} MiB: {remedy}")
 
 
 def read_documents(blocks: Collection[Block], kind: str, column: Column) -> Stream:
@@ -180,10 +177,8 @@ def _text(path: str) -> Iterator[str]:
         while text := file.read(CHUNK):
             if ("\0" in text or not text.isascii()) and (bad := NO_TEXT.search(text)):  # the search is slower
                 line += text.count("\n", 0, bad.start())
-                raise ConfigError(
-                    f"{path} is not UTF-8 text: line {line} has a byte {ord(bad[0]) & 0xFF:#04x}; convert it (UTF-16: "
-                    "iconv -f UTF-16 -t UTF-8), or leave it out"
-                )
+                problem = f"{path} is not UTF-8 text: line {line} has a byte {ord(bad[0]) & 0xFF:#04x}"
+                raise ConfigError(f"{problem}; convert it (UTF-16: iconv -f UTF-16 -t UTF-8), or leave it out")
             line += text.count("\n")
             yield text
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from octavo.nn.causal import IGNORE
+from octavo.numerics.suggestions import grouped
 from octavo.train.config.run_config import ConfigError, TrainConfig, naming, optional_package
 from octavo.train.config.sections import expand
 from octavo.train.data.epochs import EpochOrder
@@ -86,10 +87,8 @@ def count_and_digest(contents: Sequence[Hashable]) -> list[Any]:
 
 def check_count(count: int, batch: int, source: str) -> None:
     if count < batch:
-        raise ConfigError(
-            f"data.source = {source} has {count} examples to train on (every fifth image is held out), fewer than "
-            f"optim.batch = {batch}: lower optim.batch, or give more data"
-        )
+        problem = f"data.source = {source} has {count} examples to train on (every fifth image is held out)"
+        raise ConfigError(f"{problem}, fewer than optim.batch = {batch}: lower optim.batch, or give more data")
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
@@ -140,8 +139,7 @@ class _Files(ABC):
     def __init__(self, paths: Sequence[Path], contents: Sequence[bytes], shape: ImageShape) -> None:
         self._paths, self._shape, self.contents = list(paths), shape, list(contents)
         # Of all numbers: which has which file matters.
-        identity = f"{self.kind} {shape}\0".encode() + b"".join(self.contents)
-        self.fingerprint = hashlib.sha256(identity).hexdigest()
+        self.fingerprint = hashlib.sha256(f"{self.kind} {shape}\0".encode() + b"".join(self.contents)).hexdigest()
         for path, content in dict(zip(self._paths, self.contents, strict=True)).items():
             self._read(path, content)
 
@@ -199,10 +197,8 @@ class LatentFiles(_Files):
             latent = np.load(content, allow_pickle=False)
         shape = (self._shape.channels, self._shape.height, self._shape.width)
         if not isinstance(latent, np.ndarray) or latent.shape != shape or latent.dtype.kind != "f":
-            raise ConfigError(
-                f"the latent {path} is {latent.dtype} {list(latent.shape)}; the model takes floating-point arrays "
-                f"{list(shape)} (model.config.in_channels, sample_size)"
-            )
+            expected = f"floating-point arrays {list(shape)} (model.config.in_channels, sample_size)"
+            raise ConfigError(f"the latent {path} is {latent.dtype} {list(latent.shape)}; the model takes {expected}")
         values = latent.astype(np.float32)
         if not np.isfinite(values).all():
             raise ConfigError(f"the latent {path} holds NaN or infinity")
@@ -221,9 +217,7 @@ class LabelledImages:
             raise ConfigError(f"{problem}: every fifth image is held out; give more of it")
         digest = hashlib.sha256(f"labelled images 1\0{images.fingerprint}\0{list(names)}\0{list(labels)}".encode())
         self.fingerprint = digest.hexdigest()  # Hash of images, labels and classes
-        classes: dict[int, list[Hashable]] = {}
-        for label, content in zip(labels, images.contents, strict=True):
-            classes.setdefault(label, []).append((names[label], content))
+        classes = grouped((label, (names[label], each)) for label, each in zip(labels, images.contents, strict=True))
         # Number and digest of the images of each class.
         self.files = {f'class "{name}"': count_and_digest(classes[label]) for label, name in enumerate(names)}
         self._order = EpochOrder(len(self.training), shuffle=shuffle)
@@ -265,8 +259,7 @@ def load_images(source: str, shape: ImageShape, *, shuffle: bool, progress: Prog
         progress.note(f"{len(rest)} of {len(everything)} files in {folder} are left out: {suffix_counts(rest)}")
     read = LatentFiles if paths[0].suffix.lower() == LATENTS else ImageFiles
     labels = np.repeat(range(len(classes)), [len(files) for files in classes.values()]).tolist()
-    images = read(paths, hash_files(paths), shape)
-    return LabelledImages(images, labels, tuple(classes), shape, shuffle=shuffle)
+    return LabelledImages(read(paths, hash_files(paths), shape), labels, tuple(classes), shape, shuffle=shuffle)
 
 
 def classes_of(folder: Path) -> dict[str, list[Path]]:
@@ -280,10 +273,9 @@ def classes_of(folder: Path) -> dict[str, list[Path]]:
         name, *below = path.relative_to(folder).parts
         if below and path.suffix.lower() in (*SUFFIXES, LATENTS):
             if len(below) > 1:
-                raise ConfigError(
-                    f"{where}: {path.relative_to(folder)} is not in the folder of a class but further below: move the "
-                    "images up, or name the folder that has the folders of the classes"
-                )
+                problem = f"{where}: {path.relative_to(folder)} is not in the folder of a class but further below"
+                remedy = "move the images up, or name the folder that has the folders of the classes"
+                raise ConfigError(f"{problem}: {remedy}")
             files[name].append(path)
     if empty := [name for name, images in files.items() if not images]:
         raise ConfigError(f"{where}: its folder {empty[0]} has no images ({', '.join((*SUFFIXES, LATENTS))})")
@@ -350,17 +342,14 @@ class ImageText:
         longest = max(range(len(rows)), key=lambda row: len(rows[row][0]))
         if (needed := len(rows[longest][0]) - 1) > length:
             over = sum(len(ids) - 1 > length for ids, _ in rows)
-            raise ConfigError(
-                f"data.sequence_length = {length} is too short for {over} of {len(rows)} records: "
-                f"{everything[longest].name} has {needed} tokens, {len(image)} of them the image's; set it to "
-                f"{needed}, or shorten the records"
-            )
+            problem = f"data.sequence_length = {length} is too short for {over} of {len(rows)} records"
+            reason = f"{everything[longest].name} has {needed} tokens, {len(image)} of them the image's"
+            raise ConfigError(f"{problem}: {reason}; set it to {needed}, or shorten the records")
         for record, (ids, _) in zip(everything, rows, strict=True):
             if (extra := ids.count(image[0]) - len(image)) > 0:
-                raise ConfigError(
-                    f"{record.name} has the token {image[0]} {extra} times in its text, and it is the model's "
-                    "placeholder of images: set image_token_index to an id that text does not have"
-                )
+                problem = f"{record.name} has the token {image[0]} {extra} times in its text"
+                remedy = "set image_token_index to an id that text does not have"
+                raise ConfigError(f"{problem}, and it is the model's placeholder of images: {remedy}")
         self._inputs = np.full((len(rows), length), tokenizer.end_id, dtype=np.int64)
         self._targets = np.full((len(rows), length), IGNORE, dtype=np.int64)
         for row, (ids, labels) in enumerate(rows):

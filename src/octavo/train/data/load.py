@@ -24,8 +24,7 @@ BLOCK = 100_000  # Samples of a block: the smallest share of a source is a 1/100
 
 def load_corpus(data: Data, model: Model, progress: Progress, evaluation: EvalConfig | None = None) -> Sequences:
     """Tokenize the data of a run, or open it in the cache; `evaluation`: what to hold out, or to evaluate on."""
-    # The tokenizer is that of `data.tokenizer`, else of the checkpoint at `model.path`, else trained on the data.
-    # Raises ConfigError for unusable data.
+    # The tokenizer: of `data.tokenizer`, else of `model.path`, else trained. Raises ConfigError for unusable data.
     meter = ReadProgress(progress)
     folder, parts = data.tokenizer or model.path, data.parts
     tokenizer = None if folder is None else load_tokenizer(hub_folder(folder))
@@ -33,15 +32,13 @@ def load_corpus(data: Data, model: Model, progress: Progress, evaluation: EvalCo
     loaded: list[Corpus | StreamedCorpus]
     if data.streaming:
         if tokenizer is None:
-            raise ConfigError(
-                "data.streaming = true reads the data during the run, and a tokenizer would be trained on all of it "
-                "before: set data.tokenizer to the folder of one, or leave data.streaming out"
-            )
+            problem = "data.streaming = true reads the data during the run"
+            remedy = "set data.tokenizer to the folder of one, or leave data.streaming out"
+            raise ConfigError(f"{problem}, and a tokenizer would be trained on all of it before: {remedy}")
         if evaluation is not None and not own:
-            raise ConfigError(
-                "[eval] without a source holds out a share of all documents, which data.streaming = true does not know "
-                "before the first step: set eval.source, or leave data.streaming out"
-            )
+            problem = "[eval] without a source holds out a share of all documents"
+            reason = "data.streaming = true does not know before the first step"
+            raise ConfigError(f"{problem}, which {reason}: set eval.source, or leave data.streaming out")
         loaded = [StreamedCorpus(part, tokenizer, progress) for part in parts]
     else:
         if tokenizer is None and len(parts) > 1:
@@ -50,10 +47,9 @@ def load_corpus(data: Data, model: Model, progress: Progress, evaluation: EvalCo
         corpora = _training(texts, parts, None if own else evaluation)
         for part, corpus in zip(parts, corpora, strict=True):
             if corpus.cut:
-                progress.note(
-                    f"{corpus.cut:,} of the {corpus.documents:,} documents of {part.source} are longer than "
-                    "data.sequence_length and are cut: a piece does not see those before it"
-                )
+                problem = f"{corpus.cut:,} of the {corpus.documents:,} documents of {part.source} are longer"
+                reason = "a piece does not see those before it"
+                progress.note(f"{problem} than data.sequence_length and are cut: {reason}")
         loaded = [*corpora]
     weights = [(part.source, part.weight) for part in data.sources]
     sequences: Sequences = loaded[0] if len(loaded) == 1 else Mixture(loaded, weights)
@@ -86,10 +82,9 @@ def _training(texts: list[TokenizedText], parts: Sequence[Data], evaluation: Eva
     for text, data, chosen in zip(texts, parts, own, strict=True):
         mask = np.isin(text.hashes, hashes)
         if mask.all():
-            raise ConfigError(
-                f"eval.fraction = {share:g} holds out all {len(mask)} documents of {data.source}, of which "
-                f"{len(np.unique(text.hashes))} are different: lower it, or give other data as eval.source"
-            )
+            problem = f"eval.fraction = {share:g} holds out all {len(mask)} documents of {data.source}"
+            different = f"of which {len(np.unique(text.hashes))} are different"
+            raise ConfigError(f"{problem}, {different}: lower it, or give other data as eval.source")
         by_others = "" if np.array_equal(mask, chosen) else f" {hashlib.sha256(mask.tobytes()).hexdigest()}"
         identity = hashlib.sha256(f"{text.fingerprint}\0held out {share!r}{by_others}".encode()).hexdigest()
         corpus, corpus.held_out = (
@@ -123,10 +118,8 @@ def _evaluation(
             other.count_shared(text.hashes)
     known = [other.hashes for other in trained_on if isinstance(other, Corpus)]
     if known and (shared := int(np.isin(text.hashes, np.concatenate(known)).sum())):
-        meter.progress.note(
-            f"{shared} of the {len(text.ends)} documents to evaluate on are also trained on: the held-out loss is "
-            "lower for it"
-        )
+        problem = f"{shared} of the {len(text.ends)} documents to evaluate on are also trained on"
+        meter.progress.note(f"{problem}: the held-out loss is lower for it")
     return Corpus(text, data, shuffle=True, which=f" to evaluate on, {source}")
 
 
@@ -149,10 +142,8 @@ class Mixture(Sequences):
             self._counts[index] += 1
         for (name, weight), count in zip(weights, self._counts, strict=True):
             if not count:
-                raise ConfigError(
-                    f"data.sources: the weight {weight:g} of {name} is less than 1/{BLOCK:,} of the sum of the "
-                    "weights: raise it, or leave the source out"
-                )
+                problem = f"data.sources: the weight {weight:g} of {name} is less than 1/{BLOCK:,}"
+                raise ConfigError(f"{problem} of the sum of the weights: raise it, or leave the source out")
         self.tokenizer = next((part.tokenizer for part in parts if part.tokenizer.chat_template), parts[0].tokenizer)
         self.files = {name: entry for part in parts for name, entry in part.files.items()}
         rows = [f"{part.fingerprint} {count}" for part, count in zip(parts, self._counts, strict=True)]

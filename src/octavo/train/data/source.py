@@ -167,11 +167,10 @@ def _open_prepared(config: Data, folder: Path, on_bytes_read: OnBytesRead) -> So
     column, subset, files = Column.of(config), _subset(config), files_below(folder)
     kinds = _kinds(files)
     if subset is None and not _has_configs(folder) and (len(kinds) != 1 or kinds[0] in SUFFIXES):
-        raise ConfigError(
-            f'data.source = "{config.source}" should hold files of one kind to read, and holds {suffix_counts(files)}: '
-            f'name some with a pattern, as "{folder}/**/*{next(iter(kinds), ".txt")}"; compressed files have to be '
-            "decompressed, but for .txt and .jsonl with .gz or .zst"
-        )
+        problem = f'data.source = "{config.source}" should hold files of one kind to read'
+        remedy = f'name some with a pattern, as "{folder}/**/*{next(iter(kinds), ".txt")}"; compressed files have to be'
+        remedy += " decompressed, but for .txt and .jsonl with .gz or .zst"
+        raise ConfigError(f"{problem}, and holds {suffix_counts(files)}: {remedy}")
     digest = hashlib.sha256(f"folder\0{subset or ''}\0{config.split}{column.identity}".encode())
     # What a card names may be hidden, so that a look into the folder does not find all that `datasets` reads.
     paths = sorted({*files, *_files_of_card(config, folder)})

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from octavo.numerics.suggestions import grouped
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data, expand
 from octavo.train.data import documents
@@ -51,10 +52,9 @@ class StreamedCorpus(Sequences):
         self._column = Column.of(data)
         progress.stage("looking at the files")
         if (files := list_files(data)) is None:
-            raise ConfigError(
-                f'data.source = "{data.source}" cannot be streamed: data.streaming takes files of one kind '
-                f"({', '.join(SUFFIXES)}), as a pattern or a folder; leave data.streaming out for other sources"
-            )
+            problem = f'data.source = "{data.source}" cannot be streamed: data.streaming takes files of one kind'
+            remedy = "leave data.streaming out for other sources"
+            raise ConfigError(f"{problem} ({', '.join(SUFFIXES)}), as a pattern or a folder; {remedy}")
         if files.note:
             progress.note(files.note)
         if packed := next(filter(documents.is_compressed, files.paths), None):
@@ -144,10 +144,9 @@ class StreamedCorpus(Sequences):
     def _remember(self, chunk: int, count: int, digest: str) -> None:
         if self._rows.setdefault(chunk, (count, digest)) != (count, digest):
             paths = dict.fromkeys(block.path for block in self._chunks[chunk])
-            raise ConfigError(
-                f'data.source = "{self._data.source}" has changed since the run read it: chunk {chunk} has other text '
-                f"(ids {digest}, not {self._rows[chunk][1]}), which is from {', '.join(paths)}"
-            )
+            problem = f'data.source = "{self._data.source}" has changed since the run read it'
+            ids = f"ids {digest}, not {self._rows[chunk][1]}"
+            raise ConfigError(f"{problem}: chunk {chunk} has other text ({ids}), which is from {', '.join(paths)}")
         if self._windows is None and len(self._rows) == len(self._chunks):
             self._windows = sum(rows for rows, _ in self._rows.values())
 
@@ -188,10 +187,8 @@ class StreamedCorpus(Sequences):
         for block in blocks:
             changed = os.stat(block.path).st_mtime_ns  # or the cache could have the text of an earlier content
             digest.update(f"{self.files[block.path]}\0{changed}\0{block.start}\0{block.stop}\0".encode())
-        source, meter = (
-            Source(fingerprint=digest.hexdigest(), read=lambda _: self._read(blocks)),
-            ReadProgress(progress),
-        )
+        source = Source(fingerprint=digest.hexdigest(), read=lambda _: self._read(blocks))
+        meter = ReadProgress(progress)
         for tries_left in (2, 1, 0):
             try:
                 text = open_entry(self._data, source, self._template, cache, meter, self._pretrained)
@@ -246,10 +243,7 @@ def _chunks(blocks: list[Block], size: int, *, shuffle: bool) -> list[list[Block
     order = permutation(len(blocks), 0, 0) if shuffle else range(len(blocks))
     ordered = [blocks[number] for number in order]
     ends = accumulate(block.size for block in ordered)
-    chunks: dict[int, list[Block]] = {}
-    for block, end in zip(ordered, ends, strict=True):
-        chunks.setdefault((end - 1) // size, []).append(block)
-    return list(chunks.values())
+    return [*grouped(((end - 1) // size, block) for block, end in zip(ordered, ends, strict=True)).values()]
 
 
 def _evict(cache: Path, limit: int, keep: set[Path]) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 import tokenizers
 
 from octavo.train.checkpoint.digests import DIGESTS, find_damage, write_digests
-from octavo.train.config.run_config import ConfigError
+from octavo.train.config.run_config import naming
 from octavo.train.config.sections import Data, expand
 from octavo.train.data.chat import Chat, Conversation, chat_template, contents
 from octavo.train.data.chat import fingerprint as chat_fingerprint
@@ -116,14 +116,12 @@ def open_entry(
     fingerprint = hashlib.sha256("\0".join(identity).encode()).hexdigest()
     folder = cache / f"{fingerprint[:24]}{LAYOUT}"
     if _damage(folder, fingerprint, meter):
-        try:
+        with naming(f"data.cache = {data.cache} cannot be written", OSError):
             cache.mkdir(parents=True, exist_ok=True)
             with _exclusive(folder, meter):
                 # Another process may have built it meanwhile.
                 if damage := _damage(folder, fingerprint, meter):
                     _build(folder, fingerprint, damage, source, template, pretrained, data, meter)
-        except OSError as error:
-            raise ConfigError(f"data.cache = {data.cache} cannot be written: {error.strerror or error}") from None
     tokenizer = pretrained
     if tokenizer is None:
         content = (folder / "tokenizer.json").read_text(encoding="utf-8")
@@ -171,7 +169,11 @@ def _build(
     pretrained: TextTokenizer | None, config: Data, meter: ReadProgress,
 ) -> None:  # fmt: skip
     """Build the entry, of which `damage` is the reason. Call with the entry locked."""
-    _clear_abandoned(folder.parent)
+    for left in folder.parent.glob(f"{BUILDING}*"):
+        with suppress(OSError):  # its builder has just finished
+            touched = max(path.stat().st_mtime for path in (left, *left.rglob("*")))
+            if touched < time.time() - ABANDONED_AFTER:
+                shutil.rmtree(left, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
     try:
         if folder.exists():
@@ -184,9 +186,8 @@ def _build(
         encoder = tokenizer if template is None else Chat(tokenizer, template, config.loss_on)
         facts = tokenize(entry, meter.counted(source.read(scratch)), encoder)
         if not facts["documents"]:
-            raise NoSequencesError(
-                f'data.source = "{config.source}" is empty: {facts["without_text"]} documents, none with text'
-            )
+            reason = f"{facts['without_text']} documents, none with text"
+            raise NoSequencesError(f'data.source = "{config.source}" is empty: {reason}')
         # `save` of a tokenizer raises no OSError where a disk is full. One that is not from here is not needed.
         content = "{}" if pretrained else tokenizer.backend.to_str(pretty=True)
         (entry / "tokenizer.json").write_text(content, encoding="utf-8")
@@ -202,18 +203,9 @@ def _build(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _clear_abandoned(cache: Path) -> None:
-    for folder in cache.glob(f"{BUILDING}*"):
-        with suppress(OSError):  # its builder has just finished
-            touched = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
-            if touched < time.time() - ABANDONED_AFTER:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
 def tokenize(folder: Path, stream: Stream, encoder: TextTokenizer | Chat) -> dict[str, int | str | bool]:
     """Write the ids of all documents, where they end, and the targets of conversations."""
-    # Text is followed by the end token; conversations end as their template ends them. Returns counts and the dtype of
-    # the ids.
+    # Text is followed by the end token; conversations end as their template does. Returns counts and the ids' dtype.
     tokenizer = encoder if isinstance(encoder, TextTokenizer) else encoder.tokenizer
     end = [tokenizer.end_id] if isinstance(encoder, TextTokenizer) else []
     dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)

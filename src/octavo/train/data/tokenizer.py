@@ -114,10 +114,8 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     if not folder.is_dir():
         raise ConfigError(f"no tokenizer could be loaded from {folder}: it is no folder")
     custom = _custom_classes(folder)
-    own_code = (
-        f"the tokenizer in {folder} needs its own code ({', '.join(custom)}), which Octavo never runs: convert it to "
-        "tokenizer.json and remove auto_map from tokenizer_config.json"
-    )
+    own_code = f"the tokenizer in {folder} needs its own code ({', '.join(custom)}), which Octavo never runs"
+    own_code += ": convert it to tokenizer.json and remove auto_map from tokenizer_config.json"
     if not all(hasattr(transformers, name) for name in custom):
         raise ConfigError(own_code)
     try:

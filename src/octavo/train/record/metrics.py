@@ -68,15 +68,13 @@ class StepMetrics(Record):
     held_out: dict[str, float | None] | None = None
     """Metrics on held-out data after this step, by name; None where they were not measured, or are not finite."""
     samples: list[dict[str, str]] | None = None
-    """Text that the model wrote after this step: `{"prompt": …, "text": …}`, the text without the prompt; None where it
-    wrote none."""
+    """Text that the model wrote after this step, `{"prompt": …, "text": …}`, without the prompt; None for none."""
     time: float | None = None
     """When the step ended, in seconds since 1970."""
     epoch: float | None = None
     """Position in the data: how often the run has seen all of it, skipped batches included."""
     mfu: float | None = None
-    """Model FLOPs utilization: the share of the devices' bf16 peak that the model's own operations take; None where the
-    peak is not known."""
+    """Model FLOPs utilization: share of the devices' bf16 peak that the model's operations take; None if unknown."""
     peak_memory: NonNegative | None = None
     """Largest number of bytes of tensors on the GPU of rank 0 so far; None on a CPU."""
 
@@ -418,8 +416,7 @@ def drop_later_events(out: Path, after_step: int) -> None:
     events = read_events(out)
     last = max((number for number, event in enumerate(events) if _happened_before(event, after_step)), default=-1)
     stays = (number <= last if e["event"] == ROLLBACK else e["step"] <= after_step for number, e in enumerate(events))
-    remaining = compress(events, stays)
-    write_file(out / EVENTS_FILE, "".join(map(_event_line, remaining)))
+    write_file(out / EVENTS_FILE, "".join(map(_event_line, compress(events, stays))))
 
 
 def _happened_before(event: dict[str, Any], step: int) -> bool:

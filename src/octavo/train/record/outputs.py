@@ -1,7 +1,6 @@
 """The output folder of a run: check its content before a run writes into it.
 
-Only the same run continues a folder, and only on request. A run never overwrites a foreign file with the name of one of
-its own, and leaves other files alone.
+Only the same run continues a folder, and only on request. Foreign files stay, also those with a name of a run's own.
 """
 
 import os

@@ -3,7 +3,7 @@
 The last is for models in the form of LLaVA: features of an image replace the embeddings of as many placeholder tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -51,11 +51,9 @@ class ImageTask(Task):
         own = self.digit_fields if self.config.data.source == DIGITS else {}
         model = build_of_kind(self.config, self.kind, {**own, **fields}, weights=weights)
         if (classes := getattr(model.config, self.classes_field)) != len(self.data.names):
-            raise ConfigError(
-                f"the model has {classes} classes, and the data has {len(self.data.names)}: "
-                + ("give a checkpoint with as many" if self.config.model.path else
-                   f"leave model.config.{self.classes_field} out")
-            )  # fmt: skip
+            advice = f"leave model.config.{self.classes_field} out"
+            remedy = "give a checkpoint with as many" if self.config.model.path else advice
+            raise ConfigError(f"the model has {classes} classes, and the data has {len(self.data.names)}: {remedy}")
         return model
 
     def empty_batch(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
@@ -127,11 +125,10 @@ class ImageGeneration(ImageTask):
 
     def build(self, *, weights: bool = True) -> Any:
         model = self.build_for_classes({self.classes_field: len(self.data.names)}, weights=weights)
-        if model.config["out_channels"] not in (None, model.config["in_channels"]):
-            raise ConfigError(
-                f"model.config.out_channels = {model.config['out_channels']}: the model predicts the noise, of "
-                f"{model.config['in_channels']} channels, and no variance: leave it out"
-            )
+        channels, out = model.config["in_channels"], model.config["out_channels"]
+        if out not in (None, channels):
+            reason = f"the model predicts the noise, of {channels} channels, and no variance"
+            raise ConfigError(f"model.config.out_channels = {out}: {reason}: leave it out")
         return model
 
     def empty_batch(self, size: int, device: torch.device) -> tuple[Mapping[str, Tensor], Tensor]:
@@ -182,12 +179,15 @@ class ImageTextTask(TextTask):
     def load(cls, config: TrainConfig, progress: Progress) -> ImageText:
         progress.stage("reading the data")
         data, batch = config.data, config.optim.batch
+        read: Callable[[images.ImageShape], images.Images]
         if data.source == DIGITS:
             training, held_out = images.digit_records()
+            read = partial(images.DigitImages, images.read_digits()[0])
         else:
             records, paths = images.read_records(expand(data.source), expand(data.images or Path(data.source).parent))
             contents = images.hash_files(paths)
             training, held_out = ([records[number] for number in part] for part in images.split(contents))
+            read = partial(images.ImageFiles, paths, contents)
         images.check_count(len(training), batch, data.source)
         if folder := data.tokenizer or config.model.path:
             tokenizer = load_tokenizer(hub_folder(folder))
@@ -196,13 +196,8 @@ class ImageTextTask(TextTask):
             tokenizer = train_tokenizer((text.replace(PLACEHOLDER, "") for text in texts), data.vocab_size)
         model_settings = settings(config, tokenizer)
         shape = images.image_shape(model_settings.vision_config)
-        pictures: images.Images
-        if data.source == DIGITS:
-            pictures = images.DigitImages(images.read_digits()[0], shape)
-        else:
-            pictures = images.ImageFiles(paths, contents, shape)
         image, length = [model_settings.image_token_id] * image_tokens(model_settings), data.sequence_length
-        return ImageText((training, held_out), pictures, tokenizer, image, length=length, shuffle=data.shuffle)
+        return ImageText((training, held_out), read(shape), tokenizer, image, length=length, shuffle=data.shuffle)
 
     def build(self, *, weights: bool = True) -> Any:
         """Build the model; vocabulary and, of the digits, the shape of images are the data's where not configured."""
@@ -210,10 +205,9 @@ class ImageTextTask(TextTask):
         model = build_of_kind(self.config, self.kind, fields(self.config, tokenizer), weights=weights)
         check_fit(model, self.config.model, self.config.data.sequence_length, tokenizer)
         if (rows := model.get_input_embeddings().weight.shape[0]) <= model.config.image_token_id:
-            raise ConfigError(
-                f"the placeholder of images has the id {model.config.image_token_id}, and the vocabulary has {rows} "
-                "rows: set model.config.text_config.vocab_size to more, or leave it out"
-            )
+            problem = f"the placeholder of images has the id {model.config.image_token_id}"
+            remedy = "set model.config.text_config.vocab_size to more, or leave it out"
+            raise ConfigError(f"{problem}, and the vocabulary has {rows} rows: {remedy}")
         placeholder = model.config.image_token_id, image_tokens(model.config)
         model.model.get_placeholder_mask = partial(_placeholder_mask, *placeholder)
         inputs, targets = self.empty_batch(1, torch.device("cpu"))
@@ -276,10 +270,8 @@ def settings(config: TrainConfig, tokenizer: TextTokenizer) -> Any:
     found = model_config(config.model, fields(config, tokenizer))
     for name in ("vision_config", "text_config", "image_token_id"):
         if getattr(found, name, None) is None:
-            raise ConfigError(
-                f'{found.model_type} has no {name}: data.task = "image-text" takes models in the form of LLaVA, as '
-                'model.type = "llava"'
-            )
+            expected = 'data.task = "image-text" takes models in the form of LLaVA, as model.type = "llava"'
+            raise ConfigError(f"{found.model_type} has no {name}: {expected}")
     return found
 
 

@@ -60,8 +60,7 @@ class Language(TextTask):
 
     def data_warning(self) -> str:
         repeats = self.data.repeats(self._samples, self.config.optim.batch)
-        advice = "compare the loss with that on held-out text ([eval])"
-        return f"the data repeats: {repeats}; {advice}" if repeats else ""
+        return f"the data repeats: {repeats}; compare the loss with that on held-out text ([eval])" if repeats else ""
 
     @property
     def _samples(self) -> int:
