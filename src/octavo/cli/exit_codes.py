@@ -6,8 +6,7 @@
     130          interrupted, as 128 + SIGINT
     141          stdout or stderr was closed before the end, as 128 + SIGPIPE
 
-Python, Click and Rich exit with 1 for tracebacks and closed pipes, but code 1 of `octavo compare` means "an arm is
-worse".
+Python, Click and Rich exit with 1 for tracebacks and closed pipes, but 1 of `octavo compare` means "an arm is worse".
 """
 
 import os

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,9 +51,8 @@ def init(
             print(f"{name:<{width}}  {ready.title}: {ready.about}")
         return
     if model is None:
-        raise ValueError(
-            f"say which model, as octavo init --model {next(iter(ready_models()))}; octavo init --list shows all"
-        )
+        example = next(iter(ready_models()))
+        raise ValueError(f"say which model, as octavo init --model {example}; octavo init --list shows all")
     ready = ready_model(model)
     path = out or Path(f"{model}.toml")
     if path.is_dir() or (path.exists() and not force):
@@ -150,14 +149,11 @@ def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, r
     from octavo.train.signals import supervise
 
     if under_torchrun():
-        raise ConfigError(
-            f"run.restarts = {restarts} is for octavo train without torchrun: leave it out, and give torchrun "
-            f"--max-restarts {restarts}"
-        )
+        problem = f"run.restarts = {restarts} is for octavo train without torchrun"
+        raise ConfigError(f"{problem}: leave it out, and give torchrun --max-restarts {restarts}")
     options = ["--traceback"] if context.obj["traceback"] else []
     command = [sys.executable, "-m", "octavo", *options, "train", *arguments, "--supervised"]
-    notes = partial(print_plain, stderr())
-    return supervise(command, folder, resume=resume, restarts=restarts, note=notes)
+    return supervise(command, folder, resume=resume, restarts=restarts, note=partial(print_plain, stderr()))
 
 
 @app.command(epilog=EXAMPLES["export"])
@@ -260,7 +256,5 @@ def watch(
             import webbrowser
 
             webbrowser.open(server.url)
-        try:
+        with suppress(KeyboardInterrupt):
             server.serve_forever()
-        except KeyboardInterrupt:
-            return

@@ -1,7 +1,6 @@
 """Paired runs: some arms, each on the same seeds, from one configuration (docs/compare.md).
 
-Seeds are the outer loop, so other load on the machine affects all arms of a seed. Under torchrun all runs share one
-process group.
+Seeds are the outer loop, so other load affects all arms of a seed. Under torchrun all runs share one process group.
 """
 
 import json
@@ -70,11 +69,9 @@ def make_arms(
             raise ConfigError(f"arm {name!r}: {error}") from None
         for key, (base_value, value) in _differences(base, arm_config).items():
             if (key.partition(".")[0] in SHARED_SECTIONS and key not in OWN_KEYS) or key in SHARED_KEYS:
-                raise ConfigError(
-                    f"arm {name!r} sets {key} = {value!r} (the others: {base_value!r}): arms share model, data, batch, "
-                    "seeds and steps, else their losses cannot be compared seed by seed. Set it for all arms, after "
-                    "CONFIG"
-                )
+                problem = f"arm {name!r} sets {key} = {value!r} (the others: {base_value!r})"
+                reason = "arms share model, data, batch, seeds and steps, else their losses cannot be compared"
+                raise ConfigError(f"{problem}: {reason} seed by seed. Set it for all arms, after CONFIG")
         tables = arm_config.model_dump(exclude_none=True)
         tables["run"].pop("out", None)
         configs = {
@@ -89,10 +86,9 @@ def parse_arm(text: str) -> tuple[str, tuple[str, ...]]:
     """`"name:optim.lr=1 optim.eps=2"` → `("name", ("optim.lr=1", "optim.eps=2"))`. Raises ConfigError."""
     name, _, settings = (part.strip() for part in text.partition(":"))
     if not ARM.fullmatch(name):
-        raise ConfigError(
-            f"arm {text!r}: write NAME:section.key=value, as rowwise:precision.level=fp8, with a name of letters, "
-            "digits and . _ + - (it names the folders of the runs); the baseline may be a name alone"
-        )
+        remedy = "write NAME:section.key=value, as rowwise:precision.level=fp8"
+        names = "a name of letters, digits and . _ + - (it names the folders of the runs)"
+        raise ConfigError(f"arm {text!r}: {remedy}, with {names}; the baseline may be a name alone")
     return name, tuple(SETTING_SEPARATOR.split(settings)) if settings else ()
 
 
@@ -107,10 +103,9 @@ def parse_seeds(text: str, first: int) -> tuple[int, ...]:
     if repeated := [seed for seed in seeds if seeds.count(seed) > 1]:
         raise ConfigError(f"seed {repeated[0]} is given twice: repeated runs add no information")
     if len(seeds) < 2:
-        raise ConfigError(
-            f"a comparison takes two seeds or more; got {text!r}. One seed cannot tell an effect from chaos: how far "
-            "apart two runs end that differ in rounding alone is known from several pairs. `octavo demo` shows one pair"
-        )
+        problem = f"a comparison takes two seeds or more; got {text!r}. One seed cannot tell an effect from chaos"
+        reason = "how far apart two runs end that differ in rounding alone is known from several pairs"
+        raise ConfigError(f"{problem}: {reason}. `octavo demo` shows one pair")
     return tuple(seeds)
 
 
@@ -126,8 +121,7 @@ def compare(
     max_seeds: int | None = None, progress: Progress | None = None,
 ) -> Comparison | None:  # fmt: skip
     """Train every arm on every seed into `out/<arm>-seed<k>`, or read its finished run, and compare."""
-    # Writes `compare.json` and `report.html` into `out`. Call it again to go on after an interruption, or with more
-    # arms or seeds.
+    # Writes `compare.json` and `report.html` into `out`. Call it again to go on, or with more arms or seeds.
     check_limits(margin, confidence, MOST_SEEDS if max_seeds is None else max_seeds)
     configs = {arm.folder(seed): arm.configs[seed] for seed in arms[0].configs for arm in arms}
     with join_ranks(arms[0].configs[min(arms[0].configs)]) as ranks:
@@ -173,9 +167,8 @@ def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
         raise ConfigError(f"{out} is a file: give a folder with --out")
     existing = [name for name in (*RUN_MARKERS, *FILES) if (out / name).exists()]
     if existing and not (out / FILES[0]).exists():
-        raise ConfigError(
-            f"{out} holds {existing[0]} but no {FILES[0]}, so it is no comparison: give another folder with --out"
-        )
+        problem = f"{out} holds {existing[0]} but no {FILES[0]}, so it is no comparison"
+        raise ConfigError(f"{problem}: give another folder with --out")
     for name, config in configs.items():
         folder = out / name
         if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
@@ -185,18 +178,16 @@ def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
             raise ConfigError(f"{problem}: give another folder with --out")
         for key, (saved, requested) in _differences(load_config(folder / CONFIG_FILE), config).items():
             if resume_of(key) != IGNORED_ON_RESUME or key == "data.source":
-                raise ConfigError(
-                    f"{folder} holds a run of another configuration: {key} is {saved!r} there, {requested!r} here. "
-                    "Give another folder with --out, or another name to the arm; nothing was overwritten"
-                )
+                problem = f"{folder} holds a run of another configuration: {key} is {saved!r} there, {requested!r} here"
+                remedy = "Give another folder with --out, or another name to the arm; nothing was overwritten"
+                raise ConfigError(f"{problem}. {remedy}")
 
 
 def _train_or_read(folder: Path, config: TrainConfig, ranks: Ranks, progress: Progress | None) -> RunResult:
     if (result := ranks.run_on_rank0(lambda: finished(folder, config.run.steps))) is not None:
         return result
-    exists = ranks.run_on_rank0(folder.exists)
     try:
-        return run(config, out=folder, resume=exists, progress=progress)
+        return run(config, out=folder, resume=ranks.run_on_rank0(folder.exists), progress=progress)
     except NonFiniteError as error:
         if ranks.is_main and progress is not None:
             progress.note(str(error).partition(". ")[0])
@@ -216,10 +207,8 @@ def _curves(folder: Path, result: RunResult) -> Curves:
     """The steps of a run. Raises ConfigError if some are missing."""
     curves = Curves.of(read_metrics(folder))
     if (last := int(curves.step[-1]) if len(curves.step) else 0) != result.steps:
-        raise ConfigError(
-            f"{folder / METRICS_FILE} ends at step {last}, the run at step {result.steps}: the file was changed. "
-            f"Remove {folder}, and the same command trains it anew"
-        )
+        problem = f"{folder / METRICS_FILE} ends at step {last}, the run at step {result.steps}: the file was changed"
+        raise ConfigError(f"{problem}. Remove {folder}, and the same command trains it anew")
     return curves
 
 
@@ -231,7 +220,5 @@ def _check_data(folders: Sequence[Path]) -> None:
             folder_of_data.setdefault(read_trainer_state(checkpoint)["data"], folder)
     if len(folder_of_data) > 1:
         first, second, *_ = folder_of_data.values()
-        raise ConfigError(
-            f"{first} and {second} were trained on different data: the content of data.source has changed in between. "
-            "Compare into another folder (--out)"
-        )
+        reason = "the content of data.source has changed in between. Compare into another folder (--out)"
+        raise ConfigError(f"{first} and {second} were trained on different data: {reason}")

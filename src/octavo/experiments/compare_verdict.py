@@ -141,10 +141,8 @@ def compare_arms(
 def _arm_notes(run: ArmRuns, losses: ArmLosses) -> list[str]:
     notes = []
     if losses.test is not None and not any(losses.test.gaps):
-        notes.append(
-            f"The losses of {run.name} are the baseline's: do its settings change anything? "
-            "precision.recipe, for one, takes precision.level=fp8."
-        )
+        problem = f"The losses of {run.name} are the baseline's: do its settings change anything?"
+        notes.append(f"{problem} precision.recipe, for one, takes precision.level=fp8.")
     if skipped := sum(result.skipped_steps for result in run.results.values()):
         notes.append(f"{run.name} skipped {skipped:,} steps on overflow.")
     return notes

@@ -48,9 +48,8 @@ def demo_configs(overrides: Sequence[str] = (), candidate: str = CANDIDATE) -> t
     for override in overrides:
         key = override.partition("=")[0].strip()
         if key in SET_BY_DEMO:
-            raise ConfigError(
-                f"{key} is set by the demo, which compares {BASELINE} with {candidate}: use --level, or `octavo train`"
-            )
+            problem = f"{key} is set by the demo, which compares {BASELINE} with {candidate}"
+            raise ConfigError(f"{problem}: use --level, or `octavo train`")
     if candidate == BASELINE:
         raise ConfigError(f"the demo compares {BASELINE} with another level: give one with --level, as {CANDIDATE}")
     with _packaged() as path:

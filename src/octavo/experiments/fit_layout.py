@@ -178,11 +178,9 @@ def _reasons(model: ReadyModel, best: Fit, fits: list[Fit]) -> dict[str, str]:
 
 def _too_large(search: Search) -> str:
     model, smallest = search.model, search.plan(search.layout(1, "full"))
-    text = (
-        f"{model.title} does not fit on {search.gpus} × {smallest.gpu.name}: one sequence of {model.sequence} "
-        f"tokens with full checkpointing needs {gib(smallest.run.memory.peak)} on each, and {gib(smallest.limit)} "
-        "leave a tenth of the memory free"
-    )
+    sequence = f"one sequence of {model.sequence} tokens with full checkpointing"
+    memory = f"{gib(smallest.run.memory.peak)} on each, and {gib(smallest.limit)} leave a tenth of the memory free"
+    text = f"{model.title} does not fit on {search.gpus} × {smallest.gpu.name}: {sequence} needs {memory}"
     more = 2 * search.gpus
     while more <= MOST_GPUS:
         search.progress(f"fp8 on {more} GPUs, checkpointing full, 1 sequence at a time")

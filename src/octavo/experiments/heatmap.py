@@ -16,7 +16,7 @@ from typing import Any
 from octavo.experiments.charts import Chart
 from octavo.experiments.theme import COLOUR_LEVELS, axis, layout, plain
 from octavo.inspect.stats import OPERANDS, QUANTILES, OperandStats
-from octavo.numerics.suggestions import pattern
+from octavo.numerics.suggestions import grouped, pattern
 
 COLUMNS = 48  # Columns of a panel, at most
 ROWS = 280  # Rows of a map, at most
@@ -86,9 +86,7 @@ def heatmaps(rows: Sequence[OperandStats]) -> list[Chart]:
 
 
 def _groups(layers: list[str]) -> list[HeatmapGroup]:
-    kinds: dict[str, list[str]] = {}
-    for layer in layers:
-        kinds.setdefault(pattern(layer), []).append(layer)
+    kinds = grouped((pattern(layer), layer) for layer in layers)
     together = -(-len(layers) // ROWS)
     short = [kind.rsplit("#.", 1)[-1] for kind in kinds]
     names = short if len(set(short)) == len(short) else list(kinds)

@@ -15,20 +15,13 @@ from octavo.experiments.run_report import page_context
 from octavo.experiments.verdict import arm_name
 from octavo.numerics.suggestions import nearest
 from octavo.train.disk import LOCK, is_locked
-from octavo.train.record.metrics import (
-    CONFIG_FILE,
-    EVENTS_FILE,
-    LAYERS_FILE,
-    METRICS_FILE,
-    RESULT_FILE,
-    RUN_MARKERS,
-    SETUP_FILE,
-    RunResult,
-    RunSetup,
-)
+from octavo.train.record import metrics as records
+from octavo.train.record.metrics import CONFIG_FILE, METRICS_FILE, RESULT_FILE, SETUP_FILE, RunResult, RunSetup
 from octavo.train.record.statistics import STATISTICS_FILE, run_of
 
-FOLLOWED = (METRICS_FILE, EVENTS_FILE, STATISTICS_FILE, SETUP_FILE, RESULT_FILE, LAYERS_FILE, CONFIG_FILE)
+FOLLOWED = (
+    METRICS_FILE, records.EVENTS_FILE, STATISTICS_FILE, SETUP_FILE, RESULT_FILE, records.LAYERS_FILE, CONFIG_FILE
+)  # fmt: skip
 STALLED = 60  # Seconds without a step after which a run is marked, or ten steps if they take longer
 ENDED = {  # State and text by `RunResult.stopped`
     "done": ("done", ""),
@@ -44,12 +37,11 @@ def run_folder(path: Path) -> Path:
     folder = run_of(path)
     if not folder.is_dir():
         beside = [str(path.parent / other.name) for other in folder.parent.glob("*") if other.is_dir()]
-        raise ValueError(
-            f"there is no folder {path}{nearest(str(path), beside)}; give the output folder of a run, as runs/demo. To "
-            f"watch one that has not begun, make its folder first: mkdir -p {path}"
-        )
+        remedy = f"To watch one that has not begun, make its folder first: mkdir -p {path}"
+        problem = f"there is no folder {path}{nearest(str(path), beside)}"
+        raise ValueError(f"{problem}; give the output folder of a run, as runs/demo. {remedy}")
     names = {child.name for child in folder.iterdir()}
-    if not names or names & {*RUN_MARKERS, SETUP_FILE, LOCK}:
+    if not names or names & {*records.RUN_MARKERS, SETUP_FILE, LOCK}:
         return folder
     runs = [child.name for child in sorted(folder.iterdir()) if (child / METRICS_FILE).exists()]
     commands = ", ".join(f"octavo watch {path / name}" for name in runs[:6])

@@ -79,9 +79,8 @@ class LiveServer(ThreadingHTTPServer):
 def _address(host: str) -> tuple[socket.AddressFamily, str]:
     """Family and address of a host to listen on. Raises ValueError for none, which would be all of the machine's."""
     if not host:
-        raise ValueError(
-            f"--host is empty: give the address to listen on, as {LOOPBACK}; for all of this machine 0.0.0.0"
-        )
+        remedy = f"give the address to listen on, as {LOOPBACK}; for all of this machine 0.0.0.0"
+        raise ValueError(f"--host is empty: {remedy}")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

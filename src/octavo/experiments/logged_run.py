@@ -14,16 +14,8 @@ from octavo.experiments.heatmap import heatmaps
 from octavo.experiments.verdict import arm_name
 from octavo.inspect.findings import Finding
 from octavo.inspect.stats import OperandStats
-from octavo.train.record.metrics import (
-    CONFIG_FILE,
-    LAYERS_FILE,
-    RunResult,
-    RunSetup,
-    StepMetrics,
-    StepTotals,
-    each_step,
-    read_events,
-)
+from octavo.train.record import metrics as records
+from octavo.train.record.metrics import RunResult, RunSetup, StepMetrics, StepTotals, each_step, read_events
 from octavo.train.record.statistics import all_findings, limits_of, read_statistics
 
 SAMPLES_SHOWN = 50  # Steps whose samples a page shows
@@ -62,7 +54,7 @@ def read_runs(folders: list[Path]) -> list[LoggedRun]:
 
 def read_run(folder: Path, result: RunResult, label: str, slot: int = 0) -> LoggedRun:
     """Read the run of a summary as far as it got; of its steps, of which there may be millions, the numbers alone."""
-    config, statistics, totals = folder / CONFIG_FILE, read_statistics(folder), StepTotals()
+    config, statistics, totals = folder / records.CONFIG_FILE, read_statistics(folder), StepTotals()
     recent: deque[StepMetrics] = deque(maxlen=RECENT)
     samples: deque[StepMetrics] = deque(maxlen=SAMPLES_SHOWN)
 
@@ -97,7 +89,7 @@ def labels(folders: Sequence[Path], results: Sequence[RunResult]) -> list[str]:
 
 def read_layers(folder: Path) -> list[list[str]]:
     """The rows of `octavo.report` with the layers of repeated blocks merged: pattern, count, precision, reason."""
-    path = folder / LAYERS_FILE
+    path = folder / records.LAYERS_FILE
     try:
         rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
         groups = Counter((re.sub(r"\d+", "*", row["name"]), row["recipe"], row["reason"]) for row in rows)

@@ -7,19 +7,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from math import exp
 from statistics import fmean
-from types import TracebackType
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
@@ -34,14 +24,14 @@ from octavo.train.tasks.registry import task_of
 OTHER_COLUMNS = 58  # Characters of a line besides bar and numbers: the label, steps and times
 
 
-class _Numbers(ProgressColumn):
+class _Numbers(progress.ProgressColumn):
     """Numbers of the last step, as many as the width has room for."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self._width = width
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: progress.Task) -> Text:
         line = Text()
         for number in task.fields["numbers"]:
             if line and len(line) + len(number) + 2 > self._width:
@@ -57,10 +47,11 @@ class ProgressBars:
         self._console = console
         self._label_of, self._notes = label, notes
         bar = max(8, min(32, console.width - 90))
-        self._bars = RichProgress(
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=bar), MofNCompleteColumn(),
-            _Numbers(console.width - bar - OTHER_COLUMNS), TimeElapsedColumn(), TextColumn("[dim]left[/dim]"),
-            TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+        self._bars = progress.Progress(
+            progress.TextColumn("[bold]{task.description}"), progress.BarColumn(bar_width=bar),
+            progress.MofNCompleteColumn(), _Numbers(console.width - bar - OTHER_COLUMNS), progress.TimeElapsedColumn(),
+            progress.TextColumn("[dim]left[/dim]"), progress.TimeRemainingColumn(),
+            console=console, disable=not console.is_terminal,
         )  # fmt: skip
         self._task = self._bars.add_task("", visible=False, numbers=[])
         self._label = ""
@@ -75,9 +66,7 @@ class ProgressBars:
             self.note(note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
     def stage(self, text: str) -> None:
