@@ -227,13 +227,11 @@ def find_gpu(device: str | Path | Mapping[str, Any] | Gpu) -> Gpu:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"cannot read the description of a GPU from {path}: {error}") from None
         return _gpu_from_table(table, str(device))
-    gpu = _gpu_by_name(device)
-    if gpu is None:
-        raise ValueError(
-            f"unknown GPU {device!r}{nearest(device.lower(), DEVICES)}. Known: {', '.join(DEVICES)}. For another GPU "
-            'pass the path of a TOML file: like = "h100", name = "Other", and a line such as bf16_tflops = 800 for '
-            f"each property that differs. Properties: {', '.join(_field_types())}"
-        )
+    if (gpu := _gpu_by_name(device)) is None:
+        problem = f"unknown GPU {device!r}{nearest(device.lower(), DEVICES)}. Known: {', '.join(DEVICES)}"
+        remedy = 'For another GPU pass the path of a TOML file: like = "h100", name = "Other", and a line such as'
+        remedy += f" bf16_tflops = 800 for each property that differs. Properties: {', '.join(_field_types())}"
+        raise ValueError(f"{problem}. {remedy}")
     return gpu
 
 
