@@ -42,8 +42,7 @@ class Gauges:
 
 def expected_step(config: TrainConfig, device: str, gpus: int) -> ExpectedStep | None:
     """Predict a step of a run; None on a device that the planner does not know."""
-    gpu = gpu_by_driver_name(device)
-    if gpu is None:
+    if (gpu := gpu_by_driver_name(device)) is None:
         return None
     parallel = config.parallel
     divides_layers = max(parallel.tp, parallel.cp, parallel.ep) > 1  # planned in a process group, and this is in one

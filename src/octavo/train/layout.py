@@ -49,8 +49,7 @@ def on_tensors(function: Callable[[Tensor], Any], inputs: Inputs) -> Any:
 
 def split_micro_batches(inputs: Inputs, parts: int) -> Sequence[Inputs]:
     if not isinstance(inputs, Mapping):
-        chunks: Sequence[Tensor] = inputs.chunk(parts)
-        return chunks
+        return list(inputs.chunk(parts))
     columns = [tensor.chunk(parts) for tensor in inputs.values()]
     return [dict(zip(inputs, row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -252,8 +251,7 @@ def counted(targets: Tensor, *, uneven: bool) -> tuple[int, Tensor]:
     # The mean over no target is not a number, even with a weight of zero.
     if not uneven or isinstance(targets, FakeTensor):
         return targets.numel(), targets
-    count = int((targets != IGNORE).sum())
-    if not count:
+    if not (count := int((targets != IGNORE).sum())):
         targets = targets.clone()
         targets.view(-1)[0] = 0
     return count, targets

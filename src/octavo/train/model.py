@@ -346,5 +346,4 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
+    return int(tensor.untyped_storage()._cdata)

@@ -253,8 +253,7 @@ class TrainerOptimizer(ABC):
 
     def gradient_norm(self, loss_scale: float) -> Tensor:
         """Divide the gradients by `loss_scale`. Returns the L2 norm of those that are here."""
-        norm: Tensor = self.gradient_squares(loss_scale, lambda param: 1).sqrt().float()
-        return norm
+        return self.gradient_squares(loss_scale, lambda param: 1).sqrt().float()
 
     @torch.no_grad()
     def gradient_squares(self, loss_scale: float, copies: Callable[[Tensor], int]) -> Tensor:
@@ -269,8 +268,7 @@ class TrainerOptimizer(ABC):
             number: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
             for number, grads in by_copies.items()
         }
-        total: Tensor = torch.stack([norm.double() ** 2 / number for number, norm in norms.items()]).sum()
-        return total
+        return torch.stack([norm.double() ** 2 / number for number, norm in norms.items()]).sum()
 
     @abstractmethod
     def masters(self) -> Iterator[Tensor]:

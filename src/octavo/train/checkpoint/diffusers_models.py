@@ -82,7 +82,8 @@ def is_model(model: nn.Module) -> bool:
 
 
 def config_of(model: Any) -> Any:
-    return _config(dict(model.config))
+    """The config of a model, of diffusers or not, as Transformers has them."""
+    return _config(dict(model.config)) if is_model(model) else model.config
 
 
 def save_config(model: Any, folder: Path) -> None:

@@ -102,10 +102,6 @@ def load_pretrained(folder: Path, dtype: torch.dtype, kind: ModelKind | None = N
     return model
 
 
-def settings_of(model: Any) -> Any:
-    return diffusers_models.config_of(model) if diffusers_models.is_model(model) else model.config
-
-
 def load_generation_config(folder: Path, model: Any) -> None:
     from transformers import GenerationConfig
 

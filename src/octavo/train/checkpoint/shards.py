@@ -106,11 +106,9 @@ def check(folder: Path) -> None:
     sizes: dict[str, int] = {}  # at least
     for stored in read_index(folder).storage_data.values():
         sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), stored.offset + stored.length)
-    missing = sorted(name for name in sizes if not (folder / name).exists())
-    if missing:
+    if missing := sorted(name for name in sizes if not (folder / name).exists()):
         raise ConfigError(f"{len(missing)} of {len(sizes)} shards are missing ({', '.join(missing[:4])})")
-    short = sorted(name for name, size in sizes.items() if (folder / name).stat().st_size < size)
-    if short:
+    if short := sorted(name for name, size in sizes.items() if (folder / name).stat().st_size < size):
         raise ConfigError(f"shards are cut off ({', '.join(short[:4])})")
 
 

@@ -34,7 +34,7 @@ from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import get_recipe
 from octavo.numerics.suggestions import grouped
 from octavo.train import lora
-from octavo.train.checkpoint import pretrained, shards
+from octavo.train.checkpoint import diffusers_models, pretrained, shards
 from octavo.train.checkpoint.digests import check_digests, find_damage, write_digests
 from octavo.train.checkpoint.retention import FOLDER, REMOVING, checkpoints, obsolete_checkpoints, remove_checkpoint
 from octavo.train.checkpoint.shards import SHARDS, load_whole, save_whole
@@ -289,7 +289,7 @@ def load_checkpoint(
     # `part`: which part of each layer this rank has, and of how many; channel scales of another number are not loaded.
     state = ranks.run_on_rank0(lambda: read_trainer_state(folder))
     check_files(folder, ranks)
-    ranks.run_on_rank0(lambda: check_same_model(folder, pretrained.settings_of(model)))
+    ranks.run_on_rank0(lambda: check_same_model(folder, diffusers_models.config_of(model)))
     base = lora.base_digest(model, ranks)
     if ranks.world_size == state.get("ranks", 1) and base != state.get("base", base):
         problem = f"{folder} holds adapters of other base weights: what is at model.path has changed since"

@@ -374,8 +374,7 @@ def resume_of(key: str) -> str:
     """Whether a setting, as "optim.lr", may differ on resume: `IGNORED_ON_RESUME`, `CHANGEABLE_ON_RESUME` or ""."""
     section: Any = TrainConfig
     for name in key.split("."):
-        field = getattr(section, "model_fields", {}).get(name)
-        if field is None:
+        if (field := getattr(section, "model_fields", {}).get(name)) is None:
             break
         if kind := next((kind for kind in (IGNORED_ON_RESUME, CHANGEABLE_ON_RESUME) if kind in field.metadata), ""):
             return kind

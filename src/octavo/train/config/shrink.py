@@ -153,8 +153,7 @@ def complete_config(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any
 def _check_fields(
     model_type: str, given: Mapping[str, Any], complete: Mapping[str, Any], has_latent_attention: bool
 ) -> None:
-    missing = [name for name in (WIDTH, LAYERS, QUERIES) if not complete.get(name)]
-    if missing:
+    if missing := [name for name in (WIDTH, LAYERS, QUERIES) if not complete.get(name)]:
         raise ConfigError(f"--shrink cannot shrink {model_type}: its config has no {missing[0]}")
     known = {WIDTH, LAYERS, QUERIES, KEYS, DENSE_LAYERS, GROUPS, CHOSEN_GROUPS, ACTIVE, "head_dim"}
     known |= {*MLPS, *EXPERTS, *OF_TOKENIZER, *UNCHANGED, *DERIVED}

@@ -184,13 +184,11 @@ class Chat:
                 before = max(plain, shared, key=len)
                 start = len(before)
         if start < 0 or not through.startswith(before) or not text.startswith(through):
-            raise ConfigError(
-                "the chat template has no {% generation %} tags, and message "
-                f"{index} of a conversation cannot be found in what it renders, because it renders the same messages "
-                "differently when others follow, or without their text: set data.chat_template to a file with the "
-                f'template and these tags, or to "{PLAIN}", or data.loss_on = "all"; it is '
-                f"{_shown(json.dumps(messages))}"
-            )
+            problem = f"the chat template has no {{% generation %}} tags, and message {index} of a conversation"
+            reason = "it renders the same messages differently when others follow, or without their text"
+            remedy = f'set data.chat_template to a file with the template and these tags, or to "{PLAIN}"'
+            remedy += f', or data.loss_on = "all"; it is {_shown(json.dumps(messages))}'
+            raise ConfigError(f"{problem} cannot be found in what it renders, because {reason}: {remedy}")
         added = through[start:]
         if any(added.rstrip().endswith(token) for token in self._hf.all_special_tokens):
             added = added.rstrip()  # white space after the token that ends a turn is not the assistant's

@@ -151,8 +151,7 @@ class Mixture(Sequences):
         for name in ("documents", "tokens"):  # None if one source does not know it
             counts = [getattr(part, name) for part in parts]
             setattr(self, name, None if None in counts else sum(counts))
-        held_out = [part.held_out for part in parts if part.held_out is not None]
-        if held_out:
+        if held_out := [part.held_out for part in parts if part.held_out is not None]:
             self.held_out = Mixture(held_out, weights)
         self._block = lru_cache(maxsize=4)(self._block_of)
 

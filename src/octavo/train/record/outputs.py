@@ -64,15 +64,13 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort
 
 def _progress(out: Path) -> str:
     """How far the run in `out` is, and what --resume does."""
-    newest = latest_checkpoint(out)
-    if newest is None:
+    if (newest := latest_checkpoint(out)) is None:
         return "unfinished, without a checkpoint): --resume starts it again from the first step"
     try:
         steps = _read_config(out / CONFIG_FILE)["run"]["steps"]
     except (ConfigError, OSError, KeyError, TypeError):
         steps = "an unknown number of"
-    step = step_of(newest)
-    if steps == step:
+    if steps == (step := step_of(newest)):
         return f"finished after {step} steps): --resume with a larger run.steps continues it"
     return f"unfinished: {step} of {steps} steps): --resume continues it from {newest.name}"
 

@@ -120,8 +120,7 @@ class StatisticsWriter:
             for figure, value in (("sqnr", row.sqnr), ("underflow", row.underflow), ("amax", row.amax)):
                 self._scalar(f"{row.operand}_{figure}/{row.layer}", value, row.step)
         for operand in OPERANDS:
-            levels = [row.sqnr for row in rows if row.operand == operand]
-            if levels:
+            if levels := [row.sqnr for row in rows if row.operand == operand]:
                 self._scalar(f"inspect/lowest_sqnr_{operand}", min(levels), rows[0].step)
         return self._news(rows)
 
