@@ -153,11 +153,10 @@ def planned_seeds(out: Path, max_seeds: int | None) -> int:
     path = out / FILES[0]
     planned = json.loads(path.read_text()).get("planned_seeds") if path.exists() else None
     if planned is not None and max_seeds not in (None, planned):
-        raise ConfigError(
-            f"{path} was planned for at most {planned} seeds, and its results are known: a plan that changes with them "
-            f"does not hold its error rates. Leave out --max-seeds {max_seeds} (more seeds than planned are marked), "
-            "or compare into another folder (--out)"
-        )
+        problem = f"{path} was planned for at most {planned} seeds, and its results are known"
+        reason = "a plan that changes with them does not hold its error rates"
+        remedy = f"Leave out --max-seeds {max_seeds} (more seeds than planned are marked)"
+        raise ConfigError(f"{problem}: {reason}. {remedy}, or compare into another folder (--out)")
     return planned or max_seeds or MOST_SEEDS
 
 

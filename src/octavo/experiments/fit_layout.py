@@ -57,8 +57,7 @@ class Search:
         least, *others, most = CHECKPOINTING
         fits = [fit for fit in [self._largest_that_fits(least)] if fit is not None]
         if not fits or _exposed(fits[0].run.time) > MAX_EXPOSED_SHARE:
-            smallest = self._largest_that_fits(most)
-            if smallest is None:
+            if (smallest := self._largest_that_fits(most)) is None:
                 return None
             for checkpointing in others:
                 if not fits or _exposed(fits[-1].run.time) > MAX_EXPOSED_SHARE:
@@ -108,8 +107,7 @@ def fit_layout(model: ReadyModel, gpu: str, gpus: int, progress: OnSubject = lam
     if not find_gpu(gpu).fp8_tflops:
         raise ValueError(f"--gpu {gpu}: {find_gpu(gpu).name} has no FP8 products, and ready configurations are in FP8")
     search = Search(model=model, gpu=gpu, gpus=gpus, progress=progress)
-    fit = search.fit()
-    if fit is None:
+    if (fit := search.fit()) is None:
         raise ConfigError(_too_large(search))
     return fit
 

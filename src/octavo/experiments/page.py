@@ -34,8 +34,7 @@ def render(template: str, **context: object) -> str:
 def plotly_js() -> str:
     with needs_extras("a report"):
         from plotly.offline import get_plotlyjs
-    source: str = get_plotlyjs()
-    return source
+    return str(get_plotlyjs())
 
 
 @cache
