@@ -15,7 +15,7 @@ micro-batch of n such targets weighs n over the mean count of a rank. Fake targe
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo.nn.causal import IGNORE
-from octavo.parallel import Parallel, context_parallel, expert_parallel, parallelize, tensor_parallel
+from octavo.parallel import context_parallel, expert_parallel, parallelize, tensor_parallel
 from octavo.parallel.pipeline_model import SCHEDULES, Pipeline, cut, stage_modules
 from octavo.parallel.tensor_parallel_plan import partial_parameters, sum_over
 from octavo.runtime.torch_compat import FakeTensor, flattened, set_group_timeout
@@ -136,7 +136,6 @@ def distribute(
     model: nn.Module, settings: ParallelConfig, device: torch.device, *, fp8: bool, micro_batches: int
 ) -> RankLayout:
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    data = replace(settings.resolved, dp_shard=-1)
     sends_fp8 = fp8 and settings.fp8_comm != "off"
     alone: dict[str, Any] = {"ranks": world, "rows": (rank, world), "seed": rank}
     try:
@@ -146,18 +145,17 @@ def distribute(
             check_experts_compute_in_fp8(fp8)
             mesh = _mesh(settings, device, (world // settings.ep, settings.ep), ("efsdp", "ep"))
             _share_layers(model, settings, mesh["ep"], sends_fp8)
-            return RankLayout(forward=parallelize(model, mesh, **_comm(data)), **alone)
+            return RankLayout(forward=parallelize(model, mesh, **_comm(settings)), **alone)
         if settings.cp > 1:
             mesh = _mesh(settings, device, (world // settings.cp, settings.cp), ("data", "cp"))
             _share_layers(model, settings, mesh["cp"], sends_fp8)
             part = rank % settings.cp, settings.cp
             alone |= {"rows": (rank // settings.cp, world // settings.cp), "inputs": part, "labels": part}
-            data = replace(data, dp_replicate=settings.dp_replicate)
         sizes = settings.sizes(world)
         mesh = _mesh(settings, device, (sizes[0], sizes[1] * settings.cp), ("dp_replicate", "dp_shard"))
         if mesh.size(1) == 1 and mesh.size(0) > 1:
             model.to(device)
-        return RankLayout(forward=parallelize(model, mesh, **_comm(data)), **alone)
+        return RankLayout(forward=parallelize(model, mesh, **_comm(settings)), **alone)
     except ValueError as error:
         raise SharedError(f"[parallel]: {error}") from None
 
@@ -178,7 +176,7 @@ def _on_hybrid_mesh(
     if math.prod(sizes) > 1:
         data_mesh = mesh["dp_shard"] if sizes[0] == 1 else mesh["dp_replicate", "dp_shard"]
         for module in parts.values() or [model]:
-            forward = parallelize(module, data_mesh, **_comm(settings.resolved))
+            forward = parallelize(module, data_mesh, **_comm(settings))
     else:
         model.to(device)
     pipeline, stage_group = None, None
@@ -204,8 +202,8 @@ def _mesh(settings: ParallelConfig, device: torch.device, sizes: Sequence[int], 
     return mesh
 
 
-def _comm(layout: Parallel) -> dict[str, Any]:
-    return {name: getattr(layout, name) for name in ("fp8_comm", "reshard_after_forward", "cpu_offload")}
+def _comm(settings: ParallelConfig) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in ("fp8_comm", "reshard_after_forward", "cpu_offload")}
 
 
 def divide_layers(model: nn.Module, settings: ParallelConfig, mesh: DeviceMesh | None, *, fp8: bool) -> RankLayout:
@@ -213,9 +211,8 @@ def divide_layers(model: nn.Module, settings: ParallelConfig, mesh: DeviceMesh |
     if mesh is not None:
         with naming("[parallel]", ValueError):
             _share_layers(model, settings, mesh, fp8 and settings.fp8_comm != "off")
-    divides = settings.sequence_parallel and settings.tp > 1
-    labels = settings.tp if divides else settings.cp
-    loss_parts = settings.tp if divides else 1
+    loss_parts = settings.tp if settings.sequence_parallel else 1
+    labels = loss_parts if loss_parts > 1 else settings.cp
     return RankLayout(forward=model, inputs=(0, settings.cp), labels=(0, labels), loss_parts=loss_parts)
 
 
