@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from benchmarks import browser
 from benchmarks.environment import write_text
 from benchmarks.session import Row
-from octavo.experiments.theme import DARK, LIGHT, axis, colour, layout, plain
+from octavo.experiments.charts import DARK, LIGHT, axis, colour, layout, plain
 
 Figure = dict[str, Any]  # `data` and `layout` of plotly.js, with colours as CSS variables of the theme
 WIDTH = 900  # Width of an image, in CSS pixels

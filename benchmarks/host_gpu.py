@@ -6,7 +6,7 @@
 
 `waiting` is the share of the wall time in which the GPU has nothing to do. Small operands stay in L2. bf16 is timed in
 turns with each arm. Beside FP8's host time stands the ratio to bf16's that the planner uses
-(`octavo.planner.host_time.RATIOS`), which comes from `python -m benchmarks host`, without a GPU.
+(`octavo.planner.roofline.RATIOS`), which comes from `python -m benchmarks host`, without a GPU.
 """
 
 import statistics
@@ -21,7 +21,7 @@ from benchmarks.arms import Arm, available, build, in_turns, named, step
 from benchmarks.layer import Size
 from benchmarks.session import Row, Session, begin, parser
 from benchmarks.timing import Run
-from octavo.planner.host_time import RATIOS
+from octavo.planner.roofline import RATIOS
 
 ARMS = named("octavo rowwise", "octavo tensorwise", "torchao rowwise", "torchao tensorwise", "bf16")
 TOKENS = (1024, 4096, 256, 2048, 512)

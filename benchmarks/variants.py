@@ -12,9 +12,9 @@ from octavo.kernels.cross_entropy import triton as losses
 from octavo.kernels.dequantize import triton as dequantizers
 from octavo.kernels.fused import triton as kernels
 from octavo.kernels.fused.activations import ACTIVATIONS
-from octavo.kernels.fused.outputs import cases_of_inputs, optional_spec
+from octavo.kernels.fused.reference import cases_of_inputs, optional_spec
 from octavo.kernels.gemm import triton as gemm
-from octavo.kernels.gemm.triton_plan import tile_layout
+from octavo.kernels.gemm.triton import tile_layout
 from octavo.kernels.grouped import gradient_triton as gradients
 from octavo.kernels.grouped import triton as grouped
 from octavo.kernels.launch import Launch

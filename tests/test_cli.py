@@ -26,7 +26,7 @@ from octavo.experiments.progress_bars import ProgressBars
 from octavo.inspect import OperandStats
 from octavo.numerics.display import shortened
 from octavo.runtime import terminal
-from octavo.train.record.statistics import StatisticsWriter
+from octavo.train.record.metrics import StatisticsWriter
 
 ROOT = Path(__file__).parents[1]
 TINY = """

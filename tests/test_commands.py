@@ -37,7 +37,7 @@ from typer.main import get_command
 
 import octavo
 from octavo.cli import app
-from octavo.cli.examples import EXAMPLES
+from octavo.cli.options import EXAMPLES
 from octavo.train.config.run_config import ConfigError, load_config
 from octavo.train.data.tokenizer import train_tokenizer
 from support.llamas import counting_rows, forget_settings, small_llama

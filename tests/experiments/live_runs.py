@@ -6,10 +6,17 @@ from dataclasses import replace
 
 import fake_runs
 
-from octavo.inspect.stats import OPERANDS, OperandStats
+from octavo.inspect.findings import OPERANDS, OperandStats
 from octavo.train.disk import LOCK, lock
-from octavo.train.record.metrics import DataSize, ExpectedStep, RunResult, RunSetup, StepMetrics, read_metrics
-from octavo.train.record.statistics import STATISTICS_FILE
+from octavo.train.record.metrics import (
+    STATISTICS_FILE,
+    DataSize,
+    ExpectedStep,
+    RunResult,
+    RunSetup,
+    StepMetrics,
+    read_metrics,
+)
 
 EXPECTED = ExpectedStep(
     gpu="H100 SXM", flops=1e15, bf16_flops=989e12, fp8_flops=1979e12, memory=45 * 2**30, tokens_per_s=1100.0

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.experiments.charts import BUCKETS, Line, line_chart
+from octavo.experiments.charts import BUCKETS, Line, line_chart, plain
 from octavo.experiments.curves import Curves, gap_percent, smooth, smoothing_window
-from octavo.experiments.theme import plain
 
 ANY = st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=0, max_size=40)
 

@@ -8,12 +8,12 @@ import fake_runs
 import pytest
 from test_run_report import charts_of, parse, text_of
 
+from octavo.experiments.charts import COLOUR_LEVELS
 from octavo.experiments.heatmap import COLUMNS, ROWS, heatmaps
 from octavo.experiments.page import pack
 from octavo.experiments.run_report import write_report
-from octavo.experiments.theme import COLOUR_LEVELS
-from octavo.inspect.stats import OPERANDS, QUANTILES, OperandStats
-from octavo.train.record.statistics import StatisticsWriter
+from octavo.inspect.findings import OPERANDS, QUANTILES, OperandStats
+from octavo.train.record.metrics import StatisticsWriter
 
 KINDS = ("self_attn.q_proj", "mlp.down_proj")
 

@@ -13,8 +13,7 @@ import pytest
 import webdriver
 from live_runs import ReplayedRun
 
-from octavo.experiments.live_page import LivePage
-from octavo.experiments.live_server import LiveServer
+from octavo.experiments.live_page import LivePage, LiveServer
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)> $x$ & <b>bold</b>"
 DARK = "--blink-settings=preferredColorScheme=0"
@@ -135,7 +134,7 @@ def test_a_page_without_statistics_needs_no_torch(run):
     run.setup()
     run.step(1, 2)
     code = (
-        "import sys; from octavo.experiments.live_page import LivePage; from octavo.experiments.live_server import "
+        "import sys; from octavo.experiments.live_page import LivePage; from octavo.experiments.live_page import "
         f"LiveServer; from pathlib import Path; page = LivePage(Path({str(run.folder)!r})); "
         "LiveServer(page, port=0).server_close(); assert 'step <b>2 of 40' in page.html(); "
         "print(sorted({'torch', 'transformers', 'triton', 'tokenizers', 'pandas'} & set(sys.modules)))"

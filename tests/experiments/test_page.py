@@ -12,7 +12,7 @@ from test_run_report import charts_of, unpack
 
 from octavo.experiments.page import pack
 from octavo.experiments.run_report import write_report
-from octavo.train.record.statistics import StatisticsWriter
+from octavo.train.record.metrics import StatisticsWriter
 
 needs_browser = pytest.mark.skipif(browser.find() is None, reason=f"no Chromium is installed: {browser.INSTALL}")
 NAMES = ("<script>alert(1)</script>", "</script>", "$x$ & <b>bold</b>", "🐙" * 3, "n" * 200)

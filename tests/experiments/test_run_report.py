@@ -13,9 +13,9 @@ from fake_runs import folder, result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.experiments.compare_verdict import ONE_SEED, PredictedSpeed, verdict
 from octavo.experiments.page import library
 from octavo.experiments.run_report import summary_rows, write_report
-from octavo.experiments.verdict import ONE_SEED, PredictedSpeed, verdict
 from octavo.train.record.metrics import Losses, RunResult, RunSetup, read_metrics
 
 FP8 = "fp8 rowwise"

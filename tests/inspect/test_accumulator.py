@@ -53,7 +53,7 @@ FOLDED = [(text, torch.bfloat16, shape) for text in ("e4m3/row", "e4m3/column") 
 
 @pytest.mark.parametrize(("text", "dtype", "folded"), CASES + FOLDED)
 def test_figures_are_those_of_the_formulas(text, dtype, folded, monkeypatch):
-    monkeypatch.setattr("octavo.numerics.row_chunks.CHUNK_ELEMENTS", 10000)  # more bands than one
+    monkeypatch.setattr("octavo.numerics.formats.CHUNK_ELEMENTS", 10000)  # more bands than one
     x, spec = wide(dtype=dtype), QuantSpec.parse(text)
     fold = folded and torch.rand(folded, generator=torch.Generator().manual_seed(1)) + 0.1
     row = stats(x, OperandFormat(spec, fold))

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.inspect import Watch, sample
-from octavo.inspect.product_error import products
-from octavo.inspect.stats import QUANTILES
+from octavo.inspect.findings import QUANTILES
+from octavo.inspect.sample import products
 from octavo.nn.convert import change_recipe
 from octavo.nn.equalized import EqualizedQuantizer, current_channels
 from octavo.numerics import equalized, sqnr

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo.inspect import compare_losses
-from octavo.inspect.loss_values import losses_of, resolution, seed_names
+from octavo.inspect.paired_test import losses_of, resolution, seed_names
 
 LOSSES = [3.0, 3.25, 2.5]
 NAN = math.nan

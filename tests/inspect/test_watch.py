@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.inspect import Watch, sample
-from octavo.inspect.stats import OPERANDS
+from octavo.inspect.findings import OPERANDS
 from octavo.nn.operands import quantize_gradient, quantized_input
 from octavo.numerics import RECIPES, Precision
 from octavo.numerics.error import sqnr

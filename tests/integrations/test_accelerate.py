@@ -11,8 +11,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 import octavo
 from octavo.integrations.accelerate import Fp8Accelerator
-from octavo.integrations.common import Fp8State, check_optimizer
-from octavo.integrations.monitor import fallback_recipes
+from octavo.integrations.common import Fp8State, check_optimizer, fallback_recipes
 from processes import gloo  # noqa: F401
 from support.llamas import become_rank_of_two, forget_settings, small_llama
 from support.tool_loops import optimizer_of

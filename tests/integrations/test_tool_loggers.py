@@ -13,7 +13,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 import octavo
 from octavo.integrations.accelerate import Fp8Accelerator
-from octavo.integrations.monitor import Monitor, monitor_of
+from octavo.integrations.common import Monitor, monitor_of
 from octavo.integrations.transformers import Fp8Trainer
 from support.tool_loops import lightning_task, lightning_trainer, training_arguments
 

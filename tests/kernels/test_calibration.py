@@ -12,15 +12,15 @@ import torch
 from typer.testing import CliRunner
 
 from octavo.cli import app
-from octavo.kernels import calibration
+from octavo.kernels import calibration, timing
 from octavo.kernels.calibration import Entry
-from octavo.kernels.gemm import calibrate, product_timing
+from octavo.kernels.gemm import calibrate
 from octavo.kernels.quantize import triton as triton_quantize
 from octavo.kernels.quantize.quantize_timing import quantizations
 from octavo.kernels.registry import Backend, Op
 from octavo.kernels.timing import CallTime, TimingResult, TimingTask, time_candidates
 from octavo.numerics import RECIPES
-from octavo.planner import host_time
+from octavo.planner import roofline
 
 GPU = torch.device("cuda", 0)
 CASE = ("e4m3/row", "e4m3/row", "nt")
@@ -177,7 +177,7 @@ def test_nothing_is_cached_during_graph_capture(monkeypatch):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name):
-    reference = product_timing.SCALED_MM.backends["reference"].run
+    reference = timing.SCALED_MM.backends["reference"].run
     times = {"slow": CallTime(9.0, 1.0), "fast": CallTime(3.0, 2.0)}
     ran = []
 
@@ -190,14 +190,14 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
 
     broken = "broken", Backend(name="broken", run=lambda *rest, config=None: torch.zeros(1)), 0
     candidates = [candidate("slow"), candidate("fast"), broken]
-    monkeypatch.setattr(product_timing, "_candidates", lambda device, case: candidates)
+    monkeypatch.setattr(timing, "_candidates", lambda device, case: candidates)
 
     def timer(calls):
         for call in calls[:1]:
             call()
         return times[ran[-1][0]]
 
-    for task in product_timing.fp8_gemms(RECIPES[name], [(32, 64, 48)]):
+    for task in timing.fp8_gemms(RECIPES[name], [(32, 64, 48)]):
         result = task.timed(torch.device("cpu"), timer)
         assert list(result.times) == ["fast", "slow"]
         assert (result.entry.backend, result.entry.config, result.entry.others) == ("fast", 1, {"slow": 9.0})
@@ -217,7 +217,7 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
     ],
 )
 def test_the_candidate_that_a_caller_waits_for_least_is_saved(measured, chosen):
-    task = product_timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0]
+    task = timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0]
     times = {label: CallTime(*pair) for label, pair in measured.items()}
     choices = {label: (label.split()[0], label[-1]) for label in measured}
     candidates = [(label, choice, lambda label=label: [label]) for label, choice in choices.items()]
@@ -229,11 +229,11 @@ def test_the_candidate_that_a_caller_waits_for_least_is_saved(measured, chosen):
 
 def test_products_are_timed_as_a_planned_linear_runs_them():
     """From the backend's plan, which the dispatcher's path would hide."""
-    task, calls = product_timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0], []
+    task, calls = timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0], []
     plan = lambda *arguments: lambda *tensors: calls.append(tensors)  # noqa: E731
     backend = Backend(name="some", run=lambda *arguments: pytest.fail("ran without its plan"), plan=plan)
-    (a, b), *_ = product_timing._operands(task, torch.device("cpu"))
-    product_timing._prepared(backend, a, b, "nt")(a, b)
+    (a, b), *_ = timing._operands(task, torch.device("cpu"))
+    timing._prepared(backend, a, b, "nt")(a, b)
     assert [id(x) for x in calls[0]] == [id(x) for x in (a.data, b.data, a.scale, b.scale, None)]
 
 
@@ -264,16 +264,16 @@ def test_command_measures_prints_and_saves(monkeypatch):
 
     monkeypatch.setattr(TimingTask, "timed", measured)
     monkeypatch.setattr(
-        "octavo.planner.host_time.measure",
-        lambda device, recipes: [entry(op="host", case=(r.name,), shape=host_time.SHAPE) for r in recipes],
+        "octavo.planner.roofline.measure",
+        lambda device, recipes: [entry(op="host", case=(r.name,), shape=roofline.SHAPE) for r in recipes],
     )
     result = CliRunner().invoke(app, ["calibrate", "--shapes", "64,128,256", "--recipe", "all"])
     assert result.exit_code == 0, result.output
     assert "25 %" in result.stdout and str(calibration.path(GPU)) in result.stdout.replace("\n", "")
     sizes = [(64, 128, 256)]
-    tasks = [t for r in RECIPES.values() for t in (*product_timing.fp8_gemms(r, sizes), *quantizations(r, sizes))]
-    expected = {(t.case, t.shape) for t in (*tasks, *product_timing.bf16_gemms(sizes))}
-    expected |= {((r,), host_time.SHAPE) for r in RECIPES}
+    tasks = [t for r in RECIPES.values() for t in (*timing.fp8_gemms(r, sizes), *quantizations(r, sizes))]
+    expected = {(t.case, t.shape) for t in (*tasks, *timing.bf16_gemms(sizes))}
+    expected |= {((r,), roofline.SHAPE) for r in RECIPES}
     assert "host time of a linear, forward and backward, µs: rowwise 10, tensorwise 10" in result.stdout
     assert len(calibration.entries(GPU)) == len(expected)
     assert str(calibration.path(GPU)) in calibration.summary(GPU)

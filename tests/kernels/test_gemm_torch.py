@@ -10,7 +10,7 @@ from cublas_rules import Rules, install
 from test_gemm import operands, shifted
 
 from octavo.kernels import scaled_mm
-from octavo.kernels.gemm import SCALED_MM, torch_plan, torch_scaled
+from octavo.kernels.gemm import SCALED_MM, torch_scaled
 from octavo.numerics import RECIPES, sqnr
 from octavo.tensor import ScaledTensor
 
@@ -88,8 +88,8 @@ def test_planned_products_of_blocks_are_those_of_the_backend(rules, label):
     for m, n, k in ((128, 256, 512), (512, 128, 128), (128, 640, 384)):
         for bias in (None, torch.linspace(-1, 1, n).bfloat16()):
             first, later = (_contracted(*operands(m, n, k, (PRODUCTS | MIXED)[label], seed)) for seed in (0, 1))
-            plan = torch_plan.plan_of(*first, torch.bfloat16, bias, False)
-            assert isinstance(plan, torch_plan.BlockCall)
+            plan = torch_scaled.plan_of(*first, torch.bfloat16, bias, False)
+            assert isinstance(plan, torch_scaled.BlockCall)
             for a, b, layout in (first, later):
                 expected = torch_scaled.scaled_mm(a, b, layout, torch.bfloat16, bias, False)
                 calls = len(rules.calls)
@@ -97,9 +97,9 @@ def test_planned_products_of_blocks_are_those_of_the_backend(rules, label):
                 assert len(rules.calls) == calls + 1
         off = torch.zeros(n + 1).bfloat16()[1:]
         assert plan(a.data, b.data, a.scale, b.scale, off) is None
-        assert not isinstance(torch_plan.plan_of(*first, torch.bfloat16, bias.float(), False), torch_plan.BlockCall)
+        assert not isinstance(torch_scaled.plan_of(*first, torch.bfloat16, bias.float(), False), torch_scaled.BlockCall)
         padded = _contracted(*operands(m + 1, n - 1, k, (PRODUCTS | MIXED)[label]))
-        assert not isinstance(torch_plan.plan_of(*padded, torch.bfloat16, None, False), torch_plan.BlockCall)
+        assert not isinstance(torch_scaled.plan_of(*padded, torch.bfloat16, None, False), torch_scaled.BlockCall)
 
 
 def _contracted(a, b, layout):

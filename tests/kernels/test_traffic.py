@@ -13,7 +13,7 @@ from benchmarks.variants import quantizations
 from traffic import counted
 
 from octavo.kernels.fused import triton as fused
-from octavo.kernels.fused.outputs import cases_of_inputs, optional_spec
+from octavo.kernels.fused.reference import cases_of_inputs, optional_spec
 from octavo.kernels.launch import INTERPRETED
 from octavo.kernels.quantize import triton as quantizers
 from octavo.numerics.spec import COLUMN, ROW, TENSOR, QuantSpec

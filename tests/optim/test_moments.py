@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from octavo.kernels import quantize
 from octavo.kernels.adamw import GROUP, compress, expand
-from octavo.kernels.adamw.moments import _shared_half_roots, _unsigned_values, group_seeds, hashed
+from octavo.kernels.adamw.reference import _shared_half_roots, _unsigned_values, group_seeds, hashed
 from octavo.numerics import E4M3, QuantSpec, sqnr
 from octavo.runtime.torch_compat import FakeTensorMode
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from octavo.parallel.divided_random import divide_dropout
+from octavo.parallel.tensor_parallel import divide_dropout
 
 ONES = torch.ones(4, 16)
 

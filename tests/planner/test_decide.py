@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from octavo.kernels.calibration import Entry
-from octavo.kernels.gemm.product_timing import bf16_gemms, fp8_gemms
 from octavo.kernels.quantize.quantize_timing import quantizations as measured_quantizations
+from octavo.kernels.timing import bf16_gemms, fp8_gemms
 from octavo.numerics import RECIPES, Plan, equalized
 from octavo.numerics.plan import Decision
 from octavo.planner.decide import MIN_SPEEDUP, TIE_FACTOR, break_even, candidates, decide
 from octavo.planner.devices import DEVICES, Measurements, read_measurements
-from octavo.planner.host_time import RATIOS, host_seconds, measure
-from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear, quantize_calls
+from octavo.planner.roofline import RATIOS, LinearCall, bf16_linear, fp8_linear, host_seconds, measure, quantize_calls
 
 H100, ALL = DEVICES["h100"], candidates("auto")
 

@@ -18,8 +18,19 @@ from octavo.planner.few_blocks import Stack
 from octavo.planner.model_plan import default_loss, trace_step
 from octavo.planner.prediction import Stage, Workload
 from octavo.planner.step import StepConfig
-from octavo.planner.step_memory import ShardGroup, StepTrace, repeated, trace_blocks
-from octavo.planner.timeline import ACTIVATIONS, BLOCK_GRADIENTS, GRADIENTS, TEMPORARIES, Event, StorageEvents, Timeline
+from octavo.planner.step_memory import (
+    ACTIVATIONS,
+    BLOCK_GRADIENTS,
+    GRADIENTS,
+    TEMPORARIES,
+    Event,
+    ShardGroup,
+    StepTrace,
+    StorageEvents,
+    Timeline,
+    repeated,
+    trace_blocks,
+)
 from octavo.runtime.blocks import find_blocks
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from octavo.inspect import memory
 from octavo.nn.causal import chunked_loss
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.planner.memory_plan import MemoryPlan, largest_fitting
-from octavo.planner.timeline import KINDS, MemorySeries
+from octavo.planner.step_memory import KINDS, MemorySeries
 
 SIZES = {
     "hidden_size": 128, "intermediate_size": 352, "vocab_size": 1000, "num_hidden_layers": 3,

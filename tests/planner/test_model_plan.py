@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import octavo
 from octavo import Precision, plan
 from octavo.kernels.calibration import Entry
-from octavo.kernels.gemm.product_timing import bf16_gemms
+from octavo.kernels.timing import bf16_gemms
 from octavo.nn import filters
 from octavo.parallel import Parallel
 from octavo.runtime.torch_compat import fake_process_group

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from octavo.numerics import RECIPES, equalized
 from octavo.planner.devices import DEVICES, Gpu
-from octavo.planner.host_time import RATIOS
 from octavo.planner.roofline import (
+    RATIOS,
     SCALES_LAUNCHES,
     LinearCall,
     bf16_linear,

@@ -15,8 +15,7 @@ from octavo.planner.fake import fake_batch, fake_tensors
 from octavo.planner.few_blocks import Stack, copy_with_blocks
 from octavo.planner.model_plan import default_loss, trace_step
 from octavo.planner.step import StepConfig
-from octavo.planner.step_memory import ShardGroup, memory_per_rank, trace_blocks
-from octavo.planner.timeline import (
+from octavo.planner.step_memory import (
     ACTIVATIONS,
     BLOCK_GRADIENTS,
     GATHERED,
@@ -25,6 +24,9 @@ from octavo.planner.timeline import (
     STATES,
     TEMPORARIES,
     MemorySeries,
+    ShardGroup,
+    memory_per_rank,
+    trace_blocks,
 )
 from octavo.runtime.blocks import find_blocks
 

@@ -10,7 +10,7 @@ from exported_models import CONFIGS, RECIPES, auto_class, config_of, logits, mak
 
 import octavo
 from octavo.numerics.error import sqnr
-from octavo.serving.export_layouts import LAYOUTS, get_layout
+from octavo.serving.folder import LAYOUTS, get_layout
 
 PRESETS = {"fp8-row": "FP8_DYNAMIC", "mxfp8": "MXFP8"}
 BY_COMPRESSED_TENSORS = sorted(PRESETS)

@@ -16,10 +16,10 @@ from tiny_runs import Recorder, load, sentences
 
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data
-from octavo.train.data import documents, source
+from octavo.train.data import documents
 from octavo.train.data import token_cache as data
+from octavo.train.data.documents import matches
 from octavo.train.data.load import load_corpus
-from octavo.train.data.source import matches
 from octavo.train.data.tokenizer import END
 
 ENTRY = {"digests.json", "documents.bin", "facts.json", "ids.bin", "tokenizer.json"}
@@ -57,11 +57,11 @@ def test_standard_library_skips_what_is_not_utf8(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}")
     (tmp_path / "latin.py").write_bytes(b"# caf\xe9")
-    files = source._standard_library("python-stdlib", tmp_path)
+    files = documents._standard_library("python-stdlib", tmp_path)
     assert list(files.read(tmp_path)) == ["# a.py", None, "# b.py", None, "# pkg/c.py", None]
     assert files.skipped_files == "1 files of the data were left out: not UTF-8"
     (tmp_path / "a.py").write_text("# other")
-    assert source._standard_library("python-stdlib", tmp_path).fingerprint != files.fingerprint
+    assert documents._standard_library("python-stdlib", tmp_path).fingerprint != files.fingerprint
 
 
 def test_windows_cover_every_token_once(make_config):

@@ -20,8 +20,7 @@ from octavo.train import trainer as trainer_module
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.compiled_blocks import Checkpointing
 from octavo.train.diagnose import find_origin, non_finite_parameter
-from octavo.train.record.metrics import read_events
-from octavo.train.record.statistics import read_statistics
+from octavo.train.record.metrics import read_events, read_statistics
 from octavo.train.trainer import Trainer
 
 DOWN = "model.layers.1.mlp.down_proj"

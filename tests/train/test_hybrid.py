@@ -18,8 +18,7 @@ from octavo.train import trainer as trainer_module
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.ranks import join_ranks
-from octavo.train.record.metrics import read_events
-from octavo.train.record.statistics import read_statistics
+from octavo.train.record.metrics import read_events, read_statistics
 from octavo.train.run_plan import plan_memory
 from octavo.train.trainer import Trainer
 

@@ -19,8 +19,7 @@ from octavo.tensor import local_tensor
 from octavo.train import read_metrics
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.ranks import LostRankError
-from octavo.train.record.metrics import read_events
-from octavo.train.record.statistics import read_statistics
+from octavo.train.record.metrics import read_events, read_statistics
 from octavo.train.trainer import Trainer
 from processes import Failed
 

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from collective_recorder import CollectiveRecorder
 from octavo.planner.step import schedule_actions, simulate
-from octavo.planner.timeline import ACTIVATIONS, GATHERED, GRADIENTS, PARAMETERS, STATES, Timeline
+from octavo.planner.step_memory import ACTIVATIONS, GATHERED, GRADIENTS, PARAMETERS, STATES, Timeline
 from octavo.tensor import local_tensor
 from octavo.train import ConfigError, parse_config, run_plan
 from octavo.train.ranks import Ranks

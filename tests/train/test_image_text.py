@@ -13,7 +13,7 @@ from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, parse_config, read_metrics, run, run_plan
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.data.images import ImageFiles, ImageShape, LatentFiles, hash_files, split
-from octavo.train.frozen import freeze
+from octavo.train.lora import freeze
 from octavo.train.model import check_model
 from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_memory

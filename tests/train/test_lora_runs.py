@@ -14,7 +14,7 @@ from octavo.nn import ResidentWeight
 from octavo.train import ConfigError, lora, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
 from octavo.train.data.tokenizer import load_tokenizer
-from octavo.train.frozen import freeze, freeze_unused, frozen_note
+from octavo.train.lora import freeze, freeze_unused, frozen_note
 from octavo.train.run_plan import plan_step
 from octavo.train.trainer import Trainer
 

@@ -19,7 +19,7 @@ from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, run
 from octavo.train.config.sections import Data
 from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, contents, conversation_text, messages_of
-from octavo.train.data.source import open_source
+from octavo.train.data.documents import open_source
 from octavo.train.data.tokenizer import load_tokenizer, train_tokenizer
 from octavo.train.trainer import Trainer
 

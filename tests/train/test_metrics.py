@@ -12,9 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_runs import LLAMA
 
 from octavo.experiments.run_report import write_report
-from octavo.inspect.stats import OperandStats
+from octavo.inspect.findings import OperandStats
 from octavo.train import ConfigError, loop, run
-from octavo.train.gauges import Gauges, expected_step
+from octavo.train.loop import Gauges, expected_step
 from octavo.train.record.metrics import (
     DataSize,
     ExpectedStep,
@@ -23,10 +23,11 @@ from octavo.train.record.metrics import (
     RunResult,
     RunSetup,
     StepTotals,
+    limits_of,
     read_events,
     read_metrics,
+    read_statistics,
 )
-from octavo.train.record.statistics import limits_of, read_statistics
 from octavo.train.run_plan import plan_configured
 
 

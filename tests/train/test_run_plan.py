@@ -22,8 +22,15 @@ from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
 from octavo.planner.prediction import held_beside
 from octavo.planner.step import StepConfig
-from octavo.planner.step_memory import make_gradients, make_states
-from octavo.planner.timeline import ACTIVATIONS, BATCH, GATHERED, PARAMETERS, TEMPORARIES
+from octavo.planner.step_memory import (
+    ACTIVATIONS,
+    BATCH,
+    GATHERED,
+    PARAMETERS,
+    TEMPORARIES,
+    make_gradients,
+    make_states,
+)
 from octavo.train import trainer
 from octavo.train.config.run_config import load_config
 from octavo.train.record.metrics import LOSS

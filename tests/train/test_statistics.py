@@ -10,9 +10,9 @@ import pytest
 from tiny_runs import At, curve, fail, make_trainer
 
 from octavo.experiments.demo import demo_configs
-from octavo.inspect.stats import OPERANDS, OperandStats
+from octavo.inspect.findings import OPERANDS, OperandStats
 from octavo.train import run
-from octavo.train.record.statistics import STATISTICS_FILE, StatisticsWriter, read_statistics, statistics_of
+from octavo.train.record.metrics import STATISTICS_FILE, StatisticsWriter, read_statistics, statistics_of
 
 fp8 = {"level": "fp8"}
 

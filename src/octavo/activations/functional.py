@@ -26,7 +26,7 @@ from octavo.activations.recompute import (
 from octavo.activations.saved_tensors import outer_hooks, unhooked
 from octavo.kernels import glu, layer_norm, rms_norm
 from octavo.kernels.fused import glu_backward, layer_norm_backward, rms_norm_backward
-from octavo.kernels.fused.outputs import supports_output
+from octavo.kernels.fused.reference import supports_output
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.derivatives import first_derivative_only
 from octavo.runtime.torch_compat import explain_freed_nodes, in_backward

@@ -11,8 +11,8 @@ import typer
 from typer.core import TyperGroup
 
 from octavo._version import __version__
-from octavo.cli.examples import EXAMPLES
 from octavo.cli.exit_codes import USAGE_ERROR, is_closed
+from octavo.cli.options import EXAMPLES
 from octavo.runtime.extras import missing
 from octavo.runtime.terminal import stderr
 

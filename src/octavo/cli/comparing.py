@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.app import app, is_first_rank, print_plain, print_verdict, show_error
-from octavo.cli.examples import EXAMPLES
 from octavo.cli.exit_codes import verdict
-from octavo.cli.options import Overrides, Shrink, flag, option, path_argument, path_option
+from octavo.cli.options import EXAMPLES, Overrides, Shrink, flag, option, path_argument, path_option
 from octavo.runtime.terminal import stderr, stdout
 
 if TYPE_CHECKING:

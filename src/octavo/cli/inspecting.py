@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.app import app, print_plain
-from octavo.cli.examples import EXAMPLES
-from octavo.cli.options import flag, option, path_argument
+from octavo.cli.options import EXAMPLES, flag, option, path_argument
 from octavo.runtime.terminal import stdout, width
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def inspect_run(
     a limit in any sampled step, and the worst operands of one of them.
     """
     from octavo.numerics.suggestions import counted_noun, nearest
-    from octavo.train.record.statistics import all_findings, limits_of, run_of, statistics_of
+    from octavo.train.record.metrics import all_findings, limits_of, run_of, statistics_of
 
     if by not in ORDERS:
         raise ValueError(f"--by {by}: no such order{nearest(by, ORDERS)}; one of {', '.join(ORDERS)}")

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.app import app
-from octavo.cli.examples import EXAMPLES
-from octavo.cli.options import AsJson, Config, Overrides, Shrink, flag, path_option
+from octavo.cli.options import EXAMPLES, AsJson, Config, Overrides, Shrink, flag, path_option
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +104,7 @@ def calibrate(
     machine uses them, and octavo plan predicts with them.
     """
     from octavo.kernels.gemm.calibrate import calibrate as run
-    from octavo.planner.host_time import calibrate_host
+    from octavo.planner.roofline import calibrate_host
 
     where = _device(device)
     run(where, recipe, shapes or [])

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.app import app, is_first_rank, print_plain, print_verdict, show_error
-from octavo.cli.examples import EXAMPLES
-from octavo.cli.options import Config, Overrides, Shrink, flag, option, path_argument, path_option
+from octavo.cli.options import EXAMPLES, Config, Overrides, Shrink, flag, option, path_argument, path_option
 from octavo.runtime.terminal import stderr, stdout
 
 if TYPE_CHECKING:
@@ -246,8 +245,7 @@ def watch(
     begun, goes on, was killed or has ended. Ctrl-C ends it; the run does not
     notice.
     """
-    from octavo.experiments.live_page import LivePage, run_folder
-    from octavo.experiments.live_server import LiveServer
+    from octavo.experiments.live_page import LivePage, LiveServer, run_folder
 
     folder = run_folder(run)
     with LiveServer(LivePage(folder), host=host, port=port) as server:

@@ -13,8 +13,8 @@ from octavo.experiments.curves import Floats, Steps, gap_percent, smooth
 from octavo.experiments.page import render
 from octavo.experiments.run_report import config_differences
 from octavo.inspect.compare import ArmLosses, Verdict, percent, signed
+from octavo.train.record.loggers import check_kind
 from octavo.train.record.metrics import finite
-from octavo.train.record.outputs import check_kind
 
 FILES = ("compare.json", "report.html")  # Files in the folder of a comparison, besides its runs
 CARDS: dict[Verdict, str] = {  # Style of a verdict on the page

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from octavo.experiments.compare_verdict import PairVerdict, PredictedSpeed, verdict
 from octavo.experiments.run_report import ReportFiles, write_report
-from octavo.experiments.verdict import PairVerdict, PredictedSpeed, verdict
 from octavo.numerics import Precision
 from octavo.planner.model_plan import plan
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config

@@ -13,9 +13,8 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from octavo.experiments.charts import Chart
-from octavo.experiments.theme import COLOUR_LEVELS, axis, layout, plain
-from octavo.inspect.stats import OPERANDS, QUANTILES, OperandStats
+from octavo.experiments.charts import COLOUR_LEVELS, Chart, axis, layout, plain
+from octavo.inspect.findings import OPERANDS, QUANTILES, OperandStats
 from octavo.numerics.suggestions import grouped, pattern
 
 COLUMNS = 48  # Columns of a panel, at most

@@ -9,14 +9,22 @@ from functools import cached_property
 from pathlib import Path
 
 from octavo.experiments.charts import Chart
+from octavo.experiments.compare_verdict import arm_name
 from octavo.experiments.curves import Curves
 from octavo.experiments.heatmap import heatmaps
-from octavo.experiments.verdict import arm_name
-from octavo.inspect.findings import Finding
-from octavo.inspect.stats import OperandStats
+from octavo.inspect.findings import Finding, OperandStats
 from octavo.train.record import metrics as records
-from octavo.train.record.metrics import RunResult, RunSetup, StepMetrics, StepTotals, each_step, read_events
-from octavo.train.record.statistics import all_findings, limits_of, read_statistics
+from octavo.train.record.metrics import (
+    RunResult,
+    RunSetup,
+    StepMetrics,
+    StepTotals,
+    all_findings,
+    each_step,
+    limits_of,
+    read_events,
+    read_statistics,
+)
 
 SAMPLES_SHOWN = 50  # Steps whose samples a page shows
 RECENT = 50  # Last steps, whose speed tells the time that is left

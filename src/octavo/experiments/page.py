@@ -11,8 +11,7 @@ from functools import cache
 from importlib import resources
 
 from octavo._version import __version__
-from octavo.experiments.charts import Chart
-from octavo.experiments.theme import DARK, FONT, LIGHT, css_variables
+from octavo.experiments.charts import DARK, FONT, LIGHT, Chart, css_variables
 from octavo.runtime.extras import needs_extras
 
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from octavo.experiments.compare_verdict import arm_name
 from octavo.experiments.curves import smoothing_window
 from octavo.experiments.run_report import held_out_label, held_out_text, summary_rows
-from octavo.experiments.verdict import arm_name
 from octavo.runtime.terminal import table
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.metrics import LOSS, ExpectedStep, RunResult, RunSetup, StepMetrics

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from octavo.experiments.charts import FLAT, SMALL, Chart, Line, line_chart
+from octavo.experiments.compare_verdict import BAND_PERCENT, PairVerdict, PredictedSpeed, verdict
 from octavo.experiments.curves import gap_percent
 from octavo.experiments.logged_run import LoggedRun, read_runs
 from octavo.experiments.page import render
-from octavo.experiments.verdict import BAND_PERCENT, PairVerdict, PredictedSpeed, verdict
 from octavo.train.disk import write_file
 from octavo.train.record.metrics import LOSS, LOSS_EMA, LOSS_HIGH_PRECISION, RunResult
 
@@ -45,7 +45,7 @@ class ReportFiles:
 def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None = None) -> ReportFiles:
     """Write the report of the runs in the folders `runs` into the folder `out`; the first run is the baseline."""
     # `prediction`: the speed of the second run's precision on GPUs.
-    from octavo.train.record.outputs import check_kind  # imports torch, which the live page does without
+    from octavo.train.record.loggers import check_kind  # imports torch, which the live page does without
 
     logged = read_runs(runs)
     verdicts = [verdict(logged[0].result, run.result, prediction) for run in logged[1:]]

@@ -2,13 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from octavo.runtime.lazy import lazy_names
+from octavo.runtime.extras import lazy_names
 
 if TYPE_CHECKING:
     from octavo.inspect.autopilot import Autopilot, RecipeChange
     from octavo.inspect.compare import compare_losses
-    from octavo.inspect.findings import Finding, History, Thresholds
-    from octavo.inspect.stats import OperandStats
+    from octavo.inspect.findings import Finding, History, OperandStats, Thresholds
     from octavo.inspect.watch import Watch
     from octavo.planner.model_plan import memory, plan
 
@@ -22,7 +21,7 @@ if not TYPE_CHECKING:  # so that `import octavo` stays fast
         __name__,
         {
             "inspect.autopilot": ("Autopilot", "RecipeChange"), "inspect.compare": ("compare_losses",),
-            "inspect.findings": ("Finding", "History", "Thresholds"), "inspect.stats": ("OperandStats",),
+            "inspect.findings": ("Finding", "History", "OperandStats", "Thresholds"),
             "inspect.watch": ("Watch",), "planner.model_plan": ("memory", "plan"),
         },
     )  # fmt: skip

@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.inspect.stats import OperandStats
+from octavo.inspect.findings import OperandStats
 from octavo.kernels import quantize
-from octavo.numerics.formats import widen
-from octavo.numerics.row_chunks import row_chunks
+from octavo.numerics.formats import row_chunks, widen
 from octavo.numerics.spec import FULL, SMALLEST_SCALE, QuantSpec
 from octavo.tensor import ScaledTensor
 

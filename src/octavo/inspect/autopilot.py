@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from octavo.comm.checks import gather_objects
-from octavo.inspect.findings import Finding, Thresholds, findings
-from octavo.inspect.stats import OperandStats
+from octavo.inspect.findings import Finding, OperandStats, Thresholds, findings
 from octavo.inspect.watch import HIGH_PRECISION, Watch
 from octavo.nn.convert import change_recipe
 from octavo.nn.linear_subclasses import change_since, is_converted

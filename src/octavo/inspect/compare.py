@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octavo.inspect.loss_values import losses_of, seed_names, shown
 from octavo.inspect.paired_test import (
     CONFIDENCE,
     MOST_SEEDS,
@@ -14,7 +13,10 @@ from octavo.inspect.paired_test import (
     check_limits,
     fisher,
     level_factor,
+    losses_of,
     paired_test,
+    seed_names,
+    shown,
     with_others,
 )
 

@@ -11,9 +11,8 @@ from torch import nn
 
 from octavo.comm.checks import gather_objects
 from octavo.inspect.accumulator import as_stats
-from octavo.inspect.findings import Finding, History, Thresholds, findings
+from octavo.inspect.findings import OPERANDS, QUANTILES, Finding, History, OperandStats, Thresholds, findings
 from octavo.inspect.sample import Sample, WatchedLayer
-from octavo.inspect.stats import OPERANDS, QUANTILES, OperandStats
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.select import is_linear
 from octavo.numerics.display import Displayed
@@ -38,7 +37,7 @@ class Watch(Displayed):
 
     Attributes:
         rows: Statistics of the last step, in the order in which operands were computed; empty if it was not sampled.
-        errors: Product errors (`octavo.inspect.product_error`) by layer and recipe of what the last `step` measured.
+        errors: Product errors (`octavo.inspect.sample`) by layer and recipe of what the last `step` measured.
         number: Number of the last step, 1, 2, …
         history: Earlier samples, to detect jumps of an amax.
 

@@ -11,8 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from octavo.integrations.common import Fp8State, PrecisionLike, check_optimizer, precision_of, prepare
-from octavo.integrations.monitor import Monitor, monitor_of
+from octavo.integrations.common import (
+    Fp8State,
+    Monitor,
+    PrecisionLike,
+    check_optimizer,
+    monitor_of,
+    precision_of,
+    prepare,
+)
 from octavo.runtime.extras import needs_extras
 
 with needs_extras("octavo.integrations.lightning", "pip install lightning"):

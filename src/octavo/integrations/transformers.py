@@ -16,14 +16,15 @@ from torch import nn
 from octavo._version import __version__
 from octavo.integrations.common import (
     Fp8State,
+    Monitor,
     PrecisionLike,
     check_optimizer,
+    monitor_of,
     optimizer_problem,
     precision_of,
     prepare,
     warn_if_forgotten,
 )
-from octavo.integrations.monitor import Monitor, monitor_of
 from octavo.nn.resident import refuses_save_pretrained
 from octavo.optim import AdamW
 from octavo.runtime.extras import needs_extras

@@ -15,8 +15,7 @@ from rich.table import Table
 from octavo._version import __version__
 from octavo.kernels import calibration, probe_cache
 from octavo.kernels.conformance.cases import checks, unavailable_reason
-from octavo.kernels.conformance.mismatches import CaseResult, compare
-from octavo.kernels.conformance.random_inputs import GPU, INTERPRETER
+from octavo.kernels.conformance.mismatches import GPU, INTERPRETER, CaseResult, compare
 from octavo.kernels.gemm import accelerated
 from octavo.kernels.registry import status
 from octavo.numerics.recipe import RECIPES

@@ -18,7 +18,7 @@ from octavo.kernels import calibration, probe_cache
 from octavo.kernels.conformance.mismatches import difference, listed
 from octavo.numerics.suggestions import nearest
 from octavo.runtime.execution_context import is_capturing
-from octavo.runtime.lazy import lazy_function
+from octavo.runtime.extras import lazy_function
 from octavo.runtime.stopwatch import timed
 from octavo.runtime.torch_compat import unset_fake_temporarily
 

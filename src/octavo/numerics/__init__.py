@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from octavo.runtime.lazy import lazy_names
+from octavo.runtime.extras import lazy_names
 
 if TYPE_CHECKING:
     from octavo.numerics.equalization import channel_amax, column_amax, equalize

@@ -10,9 +10,13 @@ from octavo.parallel.context_parallel import context_parallel, ulysses_attention
 from octavo.parallel.ddp import Fp8AllReduce
 from octavo.parallel.expert_parallel import expert_parallel
 from octavo.parallel.parallelize import Parallel, parallelize
-from octavo.parallel.tensor_parallel import Fp8ColwiseParallel, Fp8RowwiseParallel
-from octavo.parallel.tensor_parallel_plan import sum_partial_gradients, tensor_parallel
-from octavo.runtime.lazy import lazy_names
+from octavo.parallel.tensor_parallel import (
+    Fp8ColwiseParallel,
+    Fp8RowwiseParallel,
+    sum_partial_gradients,
+    tensor_parallel,
+)
+from octavo.runtime.extras import lazy_names
 
 if TYPE_CHECKING:
     from octavo.parallel.pipeline import PipelineStage as PipelineStage

@@ -12,7 +12,7 @@ from octavo.planner.decide import LinearDecision
 from octavo.planner.devices import Gpu
 from octavo.planner.memory_plan import FORECAST_KINDS, MemoryPlan, gib, merge_kinds
 from octavo.planner.step import PARTS, StepConfig, StepTime
-from octavo.planner.timeline import GATHERED
+from octavo.planner.step_memory import GATHERED
 
 CONFIGURED, BEST = "this configuration", "best plan"  # Headings of a run as configured, and of the best plan for it
 WIDE_COLUMNS = 140  # Minimum width in columns to print reasons inside the table

@@ -9,7 +9,7 @@ from functools import cached_property
 from octavo.nn.memory_audit import Audit, dtype_name
 from octavo.numerics.display import Displayed, Table
 from octavo.numerics.suggestions import grouped, merged, pattern
-from octavo.planner.timeline import (
+from octavo.planner.step_memory import (
     ACTIVATIONS,
     BATCH,
     BUFFERS,
@@ -39,7 +39,9 @@ class MemoryPlan(Displayed):
     device: str = "cuda"  # Type of the device of the prediction
     batch: int  # Sequences (first dimension of the batch) of one forward
     tokens: int  # Elements of the batch's first tensor: for a language model, tokens of one forward
-    series: MemorySeries  # Bytes by category (`octavo.planner.timeline.KINDS`) and "gathered" at all times of the step
+    series: (
+        MemorySeries  # Bytes by category (`octavo.planner.step_memory.KINDS`) and "gathered" at all times of the step
+    )
     saved_by_dtype: Mapping[str, int] = field(default_factory=dict)  # Saved by a forward; empty in a forecast
     saved_by_layer: Mapping[str, int] = field(default_factory=dict)  # The same by the module that saves them
     notes: tuple[str, ...] = ()  # Remarks for the reader

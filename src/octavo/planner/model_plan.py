@@ -29,8 +29,7 @@ from octavo.planner.forecast import Forecast
 from octavo.planner.memory_plan import MemoryPlan, with_saved
 from octavo.planner.prediction import Stage, Workload, forecast
 from octavo.planner.step import CHECKPOINTING, ParallelLayout, StepConfig, check_gathered, is_count, layout_settings
-from octavo.planner.step_memory import StepTrace, follow_step
-from octavo.planner.timeline import ALLOCATION_GRANULARITY
+from octavo.planner.step_memory import ALLOCATION_GRANULARITY, StepTrace, follow_step
 from octavo.planner.trace import fuse, trace_model
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import tree_leaves

@@ -28,8 +28,20 @@ from octavo.planner.step import (
     schedule_actions,
     step_time,
 )
-from octavo.planner.step_memory import FewBlocks, StepTrace, memory_per_rank, trace_again, trace_blocks
-from octavo.planner.timeline import ACTIVATIONS, BATCH, BLOCK_GRADIENTS, GATHERED, GRADIENTS, KINDS, TEMPORARIES
+from octavo.planner.step_memory import (
+    ACTIVATIONS,
+    BATCH,
+    BLOCK_GRADIENTS,
+    GATHERED,
+    GRADIENTS,
+    KINDS,
+    TEMPORARIES,
+    FewBlocks,
+    StepTrace,
+    memory_per_rank,
+    trace_again,
+    trace_blocks,
+)
 from octavo.planner.trace import Trace
 from octavo.runtime.blocks import Absent, find_block_list, find_blocks
 

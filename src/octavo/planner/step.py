@@ -27,8 +27,7 @@ from octavo.numerics.recipe import Recipe
 from octavo.numerics.suggestions import grouped
 from octavo.optim.adamw import ADAMW
 from octavo.planner.devices import Gpu
-from octavo.planner.host_time import FUSED_OPERATIONS
-from octavo.planner.roofline import Cost, LinearCall, bf16_linear, fp8_linear, memory_time, total
+from octavo.planner.roofline import FUSED_OPERATIONS, Cost, LinearCall, bf16_linear, fp8_linear, memory_time, total
 from octavo.planner.trace import Trace
 
 GPUS_PER_MACHINE = 8  # Assumed number of GPUs of a machine

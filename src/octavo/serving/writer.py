@@ -32,9 +32,7 @@ from octavo.nn.resident import SCALE_SUFFIX, ResidentWeight
 from octavo.nn.resident import resident_weights as resident_in
 from octavo.numerics.suggestions import listed
 from octavo.runtime.extras import needs_extras
-from octavo.serving.card import Exported, model_card
-from octavo.serving.export_layouts import LAYOUTS, ExportLayout, get_layout
-from octavo.serving.folder import new_folder
+from octavo.serving.folder import LAYOUTS, Exported, ExportLayout, get_layout, model_card, new_folder
 from octavo.tensor import ScaledTensor
 
 if TYPE_CHECKING:

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from octavo.runtime.extras import needs_extras
-from octavo.runtime.lazy import lazy_names
+from octavo.runtime.extras import lazy_names, needs_extras
 
 if TYPE_CHECKING:
     from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config

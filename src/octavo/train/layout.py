@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from octavo.nn.causal import IGNORE
 from octavo.parallel import context_parallel, expert_parallel, parallelize, tensor_parallel
 from octavo.parallel.pipeline_model import SCHEDULES, Pipeline, cut, stage_modules
-from octavo.parallel.tensor_parallel_plan import partial_parameters, sum_over
+from octavo.parallel.tensor_parallel import partial_parameters, sum_over
 from octavo.runtime.torch_compat import FakeTensor, flattened, set_group_timeout
 from octavo.train.config.run_config import ConfigError, naming
 from octavo.train.config.sections import Data, Optim, ParallelConfig

@@ -30,8 +30,7 @@ from octavo.train.config.run_config import ConfigError, TrainConfig, naming, one
 from octavo.train.config.sections import HUB_NAME, Model, PrecisionConfig, hub_folder
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
-from octavo.train.frozen import freeze
-from octavo.train.lora import add_adapters
+from octavo.train.lora import add_adapters, freeze
 from octavo.train.packed_attention import NAME, device_problem, problem, register
 from octavo.train.ranks import Ranks, share_on_machine
 

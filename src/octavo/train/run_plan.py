@@ -40,8 +40,7 @@ from octavo.planner.forecast import Forecast, PlannedRun, forecast_text
 from octavo.planner.memory_plan import MemoryPlan, compare_memory, plan_notes, with_saved
 from octavo.planner.prediction import ALL_BF16, OnSubject, Stage, Workload, forecast, trace_stages
 from octavo.planner.step import CHECKPOINTING, StepConfig, check_gathered, layout_settings
-from octavo.planner.step_memory import StepTrace, follow_step
-from octavo.planner.timeline import ALLOCATION_GRANULARITY
+from octavo.planner.step_memory import ALLOCATION_GRANULARITY, StepTrace, follow_step
 from octavo.planner.trace import Trace, fuse, trace_model
 from octavo.runtime.blocks import Absent, find_block_list
 from octavo.runtime.terminal import width as terminal_width

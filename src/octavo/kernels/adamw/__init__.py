@@ -7,8 +7,18 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.adamw import reference
-from octavo.kernels.adamw.moments import GROUP, compress, expand, groups, seed_after
-from octavo.kernels.adamw.reference import HyperParams, ParamState, Work, exact_values, split
+from octavo.kernels.adamw.reference import (
+    GROUP,
+    HyperParams,
+    ParamState,
+    Work,
+    compress,
+    exact_values,
+    expand,
+    groups,
+    seed_after,
+    split,
+)
 from octavo.kernels.registry import Backend, Case, register, triton_backend
 from octavo.numerics.error import sqnr
 

@@ -11,8 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.adamw.device import adamw_kernel
-from octavo.kernels.adamw.moments import GROUP, RANGE_SIGNED, RANGE_UNSIGNED, TOP_SIGNED, TOP_UNSIGNED, groups
-from octavo.kernels.adamw.reference import HyperParams, ParamState, Work
+from octavo.kernels.adamw.reference import (
+    GROUP,
+    RANGE_SIGNED,
+    RANGE_UNSIGNED,
+    TOP_SIGNED,
+    TOP_UNSIGNED,
+    HyperParams,
+    ParamState,
+    Work,
+    groups,
+)
 from octavo.kernels.launch import INTERPRETED, Launch
 
 PER = 16  # Groups per program: 2048 elements, 16 per thread

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.row_chunks import row_chunks
+from octavo.numerics.formats import row_chunks
 from octavo.numerics.spec import ADAPTIVE, SMALLEST_SCALE
 from octavo.runtime.torch_compat import outside_autograd
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.conformance.mismatches import Check, Inputs, difference, low_sqnr
-from octavo.kernels.conformance.random_inputs import RandomInputs
+from octavo.kernels.conformance.mismatches import Check, Inputs, RandomInputs, difference, low_sqnr
 from octavo.numerics.spec import FULL, QuantSpec
 from octavo.tensor import ScaledTensor
 
@@ -178,7 +177,7 @@ def _operand(rng: RandomInputs, text: str, shape: tuple[int, int], unit: str) ->
 
 def _results() -> Iterator[tuple[QuantSpec | None, str, str]]:
     """Results that recipes request of a fused op: spec, memory order, label."""
-    from octavo.kernels.fused.outputs import cases_of_inputs, optional_spec
+    from octavo.kernels.fused.reference import cases_of_inputs, optional_spec
 
     for spec in map(optional_spec, cases_of_inputs()):
         for order in ("rows",) if spec is None else ("rows", "columns", "both"):

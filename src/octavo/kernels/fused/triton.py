@@ -8,8 +8,7 @@ from torch import Tensor
 
 from octavo.kernels.fused import device as kernels
 from octavo.kernels.fused.activations import ACTIVATIONS
-from octavo.kernels.fused.outputs import empty_outputs, kernel_arguments, kernel_constants
-from octavo.kernels.fused.reference import ROW_BLOCK
+from octavo.kernels.fused.reference import ROW_BLOCK, empty_outputs, kernel_arguments, kernel_constants
 from octavo.kernels.launch import INTERPRETED, Launch, shared_launch
 from octavo.numerics.spec import QuantSpec
 

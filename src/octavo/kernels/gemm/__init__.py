@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import low_sqnr
 from octavo.kernels.direct import Call, Plans, signature
-from octavo.kernels.gemm import reference, torch_bf16, torch_plan, torch_scaled
+from octavo.kernels.gemm import reference, torch_bf16, torch_scaled
 from octavo.kernels.gemm.operand_layout import CONTRACTED, UNIT_SCALE, data_along
 from octavo.kernels.library import check_like, define
 from octavo.kernels.quantize import quantize
@@ -26,7 +26,7 @@ from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.numerics.suggestions import check_choice
-from octavo.runtime.lazy import lazy_function
+from octavo.runtime.extras import lazy_function
 from octavo.runtime.torch_compat import disable_current_modes
 from octavo.tensor import ScaledTensor
 
@@ -77,8 +77,8 @@ class ProductPlan:
         self, a_spec: QuantSpec, b_spec: QuantSpec, layout: Layout, out_dtype: torch.dtype, fast_accum: bool = False
     ) -> None:
         self._specs, self._options = (a_spec, b_spec), (layout, out_dtype, fast_accum)
-        self._plan: torch_plan.PreparedProduct | None = None
-        self.call: torch_plan.OneCall | None = None
+        self._plan: torch_scaled.PreparedProduct | None = None
+        self.call: torch_scaled.OneCall | None = None
 
     def __call__(
         self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None = None
@@ -94,7 +94,7 @@ class ProductPlan:
             backend = SCALED_MM.choose(a.device, _case(left, right, layout), _shape(a, b, layout))
             if backend.plan is not None:
                 self._plan = backend.plan(left, right, layout, out_dtype, bias, fast_accum)
-                self.call = self._plan if isinstance(self._plan, torch_plan.OneCall) else None
+                self.call = self._plan if isinstance(self._plan, torch_scaled.OneCall) else None
         return result
 
 
@@ -212,7 +212,7 @@ SCALED_MM = register(
     {f"{r.name} {product}": case for r in RECIPES.values() for product, case in cases_of(r).items()},
     _probe,
     Backend(
-        name="torch_scaled", run=torch_scaled.scaled_mm, plan=torch_plan.plan_of,
+        name="torch_scaled", run=torch_scaled.scaled_mm, plan=torch_scaled.plan_of,
         unsupported_reason=torch_scaled.unsupported_reason,
     ),
     _TRITON,

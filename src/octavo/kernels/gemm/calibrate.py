@@ -6,8 +6,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from octavo.kernels import calibration
-from octavo.kernels.gemm.product_timing import SHAPES, bf16_gemms, fp8_gemms
-from octavo.kernels.timing import TimingResult, TimingTask, time_on_gpu
+from octavo.kernels.timing import SHAPES, TimingResult, TimingTask, bf16_gemms, fp8_gemms, time_on_gpu
 from octavo.numerics.recipe import RECIPES, get_recipe
 from octavo.runtime import terminal
 

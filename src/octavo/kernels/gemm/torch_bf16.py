@@ -12,8 +12,7 @@ from torch import Tensor
 from octavo.kernels.gemm import reference
 from octavo.kernels.gemm.operand_layout import UNIT_SCALE, blocks_of, scale_sums
 from octavo.kernels.registry import Case
-from octavo.numerics.formats import widen
-from octavo.numerics.row_chunks import row_chunks
+from octavo.numerics.formats import row_chunks, widen
 from octavo.numerics.spec import FULL, QuantSpec
 from octavo.runtime.torch_compat import has_bf16_instructions
 from octavo.tensor import ScaledTensor

@@ -7,7 +7,7 @@ from torch import Tensor
 from octavo.kernels.gemm.operand_layout import ALIGNMENT, packed
 from octavo.kernels.gemm.torch_scaled import ones
 from octavo.kernels.registry import Case, unsupported_gpu
-from octavo.runtime.lazy import lazy_function
+from octavo.runtime.extras import lazy_function
 from octavo.tensor import ScaledTensor
 
 

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.gemm.operand_layout import ALIGNMENT, packed
-from octavo.kernels.gemm.triton import CONFIGS, GROUP, Config, Target, configurations, estimated_fastest, target_for
-from octavo.kernels.gemm.triton_plan import descriptor
+from octavo.kernels.gemm.triton import (
+    CONFIGS,
+    GROUP,
+    Config,
+    Target,
+    configurations,
+    descriptor,
+    estimated_fastest,
+    target_for,
+)
 from octavo.kernels.grouped import reference
 from octavo.kernels.grouped.device import grouped_kernel
 from octavo.kernels.launch import INTERPRETED, Launch

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.row_chunks import row_chunks, visible
+from octavo.numerics.formats import row_chunks, visible
 from octavo.numerics.spec import FULL, SMALLEST_SCALE, QuantSpec
 
 

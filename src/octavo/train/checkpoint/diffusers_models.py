@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from octavo.runtime.blocks import CALLED_OUTSIDE
-from octavo.serving.card import Exported
-from octavo.serving.export_layouts import ExportLayout
+from octavo.serving.folder import Exported, ExportLayout
 from octavo.train.checkpoint.kinds import ModelKind
 from octavo.train.config.run_config import ConfigError, optional_package
 

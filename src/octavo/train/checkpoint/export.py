@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from octavo.serving.card import Exported, model_card
-from octavo.serving.export_layouts import ExportLayout, get_layout
-from octavo.serving.folder import new_folder
+from octavo.serving.folder import Exported, ExportLayout, get_layout, model_card, new_folder
 from octavo.serving.writer import check_shard_size, write, write_errors
 from octavo.train import lora
 from octavo.train.checkpoint import diffusers_models, shards

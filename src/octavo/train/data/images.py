@@ -23,8 +23,8 @@ from octavo.nn.causal import IGNORE
 from octavo.numerics.suggestions import grouped
 from octavo.train.config.run_config import ConfigError, TrainConfig, naming, optional_package
 from octavo.train.config.sections import expand
+from octavo.train.data.documents import files_below, suffix_counts
 from octavo.train.data.epochs import EpochOrder
-from octavo.train.data.source import files_below, suffix_counts
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.record.progress import Progress
 

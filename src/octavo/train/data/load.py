@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data, EvalConfig, Model, hub_folder
 from octavo.train.data.corpus import STATE, Corpus, Sequences
-from octavo.train.data.source import open_source
+from octavo.train.data.documents import open_source
 from octavo.train.data.stream import StreamedCorpus
 from octavo.train.data.token_cache import ReadProgress, TokenizedText, open_tokens, train_on
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer

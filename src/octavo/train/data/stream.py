@@ -31,9 +31,17 @@ from octavo.train.config.sections import Data, expand
 from octavo.train.data import documents
 from octavo.train.data.chat import chat_template
 from octavo.train.data.corpus import Corpus, Sequences
-from octavo.train.data.documents import Block, Column, NoFieldError, NoSequencesError, Stream
+from octavo.train.data.documents import (
+    SUFFIXES,
+    Block,
+    Column,
+    NoFieldError,
+    NoSequencesError,
+    Source,
+    Stream,
+    list_files,
+)
 from octavo.train.data.epochs import EpochOrder, permutation
-from octavo.train.data.source import SUFFIXES, Source, list_files
 from octavo.train.data.token_cache import ReadProgress, TokenizedText, open_entry
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.record.progress import NullProgress, Progress

@@ -31,9 +31,8 @@ from octavo.train.config.run_config import naming
 from octavo.train.config.sections import Data, expand
 from octavo.train.data.chat import Chat, Conversation, chat_template, contents
 from octavo.train.data.chat import fingerprint as chat_fingerprint
-from octavo.train.data.documents import NoSequencesError, Stream
+from octavo.train.data.documents import NoSequencesError, Source, Stream, open_source
 from octavo.train.data.epochs import permutation
-from octavo.train.data.source import Source, open_source
 from octavo.train.data.tokenizer import END, SAMPLE_CHARACTERS, TextTokenizer, train_tokenizer
 from octavo.train.disk import lock, sync
 from octavo.train.record.progress import Progress

@@ -22,7 +22,7 @@ from octavo.train.config.sections import expand, hub_folder
 from octavo.train.data import images
 from octavo.train.data.images import DIGIT_FIELDS, DIGITS, PLACEHOLDER, ImageText, LabelledImages, NoisyImages
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
-from octavo.train.frozen import freeze_unused
+from octavo.train.lora import freeze_unused
 from octavo.train.model import PARAMETER_DTYPES, build_of_kind, check_fit, model_config, prepare_loss
 from octavo.train.record.metrics import DataSize
 from octavo.train.record.progress import Progress

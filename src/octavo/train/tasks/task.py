@@ -17,8 +17,8 @@ from octavo.train.data.epochs import write_data_state
 from octavo.train.data.tokenizer import load_tokenizer
 from octavo.train.disk import write_file
 from octavo.train.layout import Inputs
+from octavo.train.record.loggers import TOKENIZER_FILE
 from octavo.train.record.metrics import DataSize
-from octavo.train.record.outputs import TOKENIZER_FILE
 from octavo.train.record.progress import NullProgress, Progress
 
 Forward = Callable[..., Any]  # A model, or what wraps it
