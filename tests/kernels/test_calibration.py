@@ -11,10 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from octavo.cli import app
+from octavo.cli import app, kernels
 from octavo.kernels import calibration, timing
 from octavo.kernels.calibration import Entry
-from octavo.kernels.gemm import calibrate
 from octavo.kernels.quantize import triton as triton_quantize
 from octavo.kernels.quantize.quantize_timing import quantizations
 from octavo.kernels.registry import Backend, Op
@@ -205,7 +204,7 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
         assert result.entry.shape == task.shape and result.entry.case == task.case
         assert "ValueError" in result.skipped["broken"]
         assert ran[-1][1] == (task.case[2] == "nt")  # fast accumulation in forward only
-        assert calibrate.table([result]).row_count == 1
+        assert kernels._choices([result]).row_count == 1
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,9 @@ def test_low_sqnr_names_the_output_below_the_limit():
 
 
 def test_the_command_shows_each_configuration_and_returns_agreement(broken_launches, monkeypatch, capsys):
-    from octavo.kernels.doctor import doctor_deep
+    from octavo.cli.kernels import doctor_deep
 
-    monkeypatch.setattr("octavo.kernels.doctor.INTERPRETER", ALL_CONFIGS)
+    monkeypatch.setattr("octavo.cli.kernels.INTERPRETER", ALL_CONFIGS)
 
     arguments = {"seconds": 0, "seed": 3, "only": "quantize e4m3/row fold=none both"}
     assert not doctor_deep(CPU, as_json=False, **arguments)

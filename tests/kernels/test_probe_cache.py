@@ -3,7 +3,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from octavo.kernels import calibration, doctor, probe_cache
+from octavo.cli import kernels
+from octavo.kernels import calibration, probe_cache
 from octavo.kernels.registry import Backend, Op
 
 GPU = torch.device("cuda", 0)
@@ -110,7 +111,7 @@ def test_doctor_probes_afresh_and_shows_the_file(gpu, monkeypatch):
     probes()
     properties = SimpleNamespace(name="some GPU", major=9, minor=0, total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(doctor, "accelerated", lambda recipe, device: False)
+    monkeypatch.setattr(kernels, "accelerated", lambda recipe, device: False)
     probed = []
-    monkeypatch.setattr(doctor, "status", lambda device: probed.extend(probes()) or [])
-    assert doctor._examine(GPU)["gpu"]["passed probes"] == str(probe_cache.path(GPU)) and probed == ["triton"]
+    monkeypatch.setattr(kernels, "status", lambda device: probed.extend(probes()) or [])
+    assert kernels._examine(GPU)["gpu"]["passed probes"] == str(probe_cache.path(GPU)) and probed == ["triton"]

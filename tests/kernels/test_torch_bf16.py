@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.kernels.doctor import doctor
+from octavo.cli.kernels import doctor
 from octavo.kernels.gemm import SCALED_MM, _random_operands, accelerated, reference, torch_bf16
 from octavo.kernels.grouped import GROUPED_MM, random_operands
 from octavo.kernels.quantize import quantize

@@ -35,7 +35,7 @@ def doctor(
     inputs and is compared with the reference byte for byte. Exit code 1 if any
     differs.
     """
-    from octavo.kernels import doctor as checkup
+    from octavo.cli import kernels as checkup
 
     if deep:
         equal = checkup.doctor_deep(_device(device), as_json=as_json, seconds=seconds, seed=seed, only=only)
@@ -103,7 +103,7 @@ def calibrate(
     a caller waits for least, for the GPU or for the host. Every later run on this
     machine uses them, and octavo plan predicts with them.
     """
-    from octavo.kernels.gemm.calibrate import calibrate as run
+    from octavo.cli.kernels import calibrate as run
     from octavo.planner.roofline import calibrate_host
 
     where = _device(device)
