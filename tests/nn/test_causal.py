@@ -18,7 +18,7 @@ from octavo import convert
 from octavo.nn.causal import chunked_loss, decide_head, find_head
 from octavo.numerics.error import sqnr
 from octavo.planner.fake import fake_device, fake_tensors
-from octavo.planner.few_blocks import copy_with_blocks
+from octavo.planner.trace import copy_with_blocks
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -14,7 +14,6 @@ import octavo
 from octavo.nn.causal import chunked_loss
 from octavo.numerics.plan import Plan
 from octavo.planner.fake import fake_copy, fake_tensors
-from octavo.planner.few_blocks import Stack
 from octavo.planner.model_plan import default_loss, trace_step
 from octavo.planner.prediction import Stage, Workload
 from octavo.planner.step import StepConfig
@@ -31,6 +30,7 @@ from octavo.planner.step_memory import (
     repeated,
     trace_blocks,
 )
+from octavo.planner.trace import Stack
 from octavo.runtime.blocks import find_blocks
 
 CPU = torch.device("cpu")

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.nn.causal import chunked_loss
 from octavo.planner.fake import fake_batch, fake_tensors
-from octavo.planner.few_blocks import Stack, copy_with_blocks
 from octavo.planner.model_plan import default_loss, trace_step
 from octavo.planner.step import StepConfig
 from octavo.planner.step_memory import (
@@ -28,6 +27,7 @@ from octavo.planner.step_memory import (
     memory_per_rank,
     trace_blocks,
 )
+from octavo.planner.trace import Stack, copy_with_blocks
 from octavo.runtime.blocks import find_blocks
 
 TRACED = json.loads((Path(__file__).parents[2] / "benchmarks/results/simulated/scaling.json").read_text())

@@ -20,8 +20,8 @@ from octavo.nn.causal import chunked_loss
 from octavo.numerics.plan import Decision, Plan
 from octavo.parallel import Parallel
 from octavo.planner.fake import fake_copy, fake_tensors
-from octavo.planner.few_blocks import copy_with_blocks, leading_blocks
 from octavo.planner.step_memory import _group, make_gradients, make_states
+from octavo.planner.trace import copy_with_blocks, leading_blocks
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import fake_process_group
 from whole_plans import all_blocks

@@ -13,7 +13,6 @@ from octavo.numerics import RECIPES
 from octavo.parallel import Parallel
 from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
-from octavo.planner.few_blocks import Stack, copy_with_blocks
 from octavo.planner.roofline import LinearCall, bf16_linear
 from octavo.planner.step import (
     CHECKPOINTING,
@@ -35,7 +34,7 @@ from octavo.planner.step import (
     simulate,
     step_time,
 )
-from octavo.planner.trace import Trace, Work, extrapolate_trace, trace
+from octavo.planner.trace import Stack, Trace, Work, copy_with_blocks, extrapolate_trace, trace
 
 H100 = DEVICES["h100"]
 

@@ -10,15 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.integrations.common import (
-    Fp8State,
-    Monitor,
-    PrecisionLike,
-    check_optimizer,
-    monitor_of,
-    precision_of,
-    prepare,
-)
+from octavo.integrations import common
 from octavo.runtime.extras import needs_extras
 
 with needs_extras("octavo.integrations.accelerate", "pip install accelerate"):
@@ -41,12 +33,12 @@ class Fp8Accelerator(accelerate.Accelerator):
     """
 
     def __init__(
-        self, *args: object, precision: PrecisionLike = "fp8", inspect_every: int = 0, autopilot: bool = False,
+        self, *args: object, precision: common.PrecisionLike = "fp8", inspect_every: int = 0, autopilot: bool = False,
         **kwargs: object,
     ) -> None:  # fmt: skip
-        self.precision = precision_of(precision)
+        self.precision = common.precision_of(precision)
         self._inspection = inspect_every, autopilot
-        self._monitor: Monitor | None = None
+        self._monitor: common.Monitor | None = None
         label = f"precision={self.precision.label!r}"
         if kwargs.get("mixed_precision") == "fp8":
             raise ValueError(f"{label}, and mixed_precision='fp8' is accelerate's own FP8: set it to 'bf16'")
@@ -65,7 +57,7 @@ class Fp8Accelerator(accelerate.Accelerator):
         """Convert the models among the arguments, then prepare all as `accelerate.Accelerator.prepare` does."""
         for optimizer in args:
             if isinstance(optimizer, torch.optim.Optimizer):
-                check_optimizer(self.precision, optimizer)
+                common.check_optimizer(self.precision, optimizer)
         for model in args:
             if isinstance(model, nn.Module):
                 self._convert(model)
@@ -91,7 +83,7 @@ class Fp8Accelerator(accelerate.Accelerator):
         """Load a checkpoint as `accelerate.Accelerator.load_state` does."""
         super().load_state(*args, **kwargs)
         for optimizer in self._optimizers:
-            check_optimizer(self.precision, optimizer)
+            common.check_optimizer(self.precision, optimizer)
 
     def _end_step(self, *_: object) -> None:
         if self._monitor is not None and (metrics := self._monitor.end()):
@@ -101,24 +93,24 @@ class Fp8Accelerator(accelerate.Accelerator):
         """Release all references, as `accelerate.Accelerator.free_memory` does, and those to models' FP8 state."""
         self._monitor = None
         registered: list[Any] = self._custom_objects
-        registered[:] = [item for item in registered if not isinstance(item, Fp8State)]
+        registered[:] = [item for item in registered if not isinstance(item, common.Fp8State)]
         return super().free_memory(*objects)
 
     def _convert(self, model: nn.Module) -> None:
         bare = self.unwrap_model(model, keep_torch_compile=False)
-        registered = any(isinstance(item, Fp8State) and item.model is bare for item in self._custom_objects)
+        registered = any(isinstance(item, common.Fp8State) and item.model is bare for item in self._custom_objects)
         if registered or not any(True for _ in bare.parameters()):
             return
-        prepare(bare, self.precision, verbose=self.is_main_process)
-        first = not any(isinstance(item, Fp8State) for item in self._custom_objects)
-        monitor = monitor_of(bare, *self._inspection, verbose=self.is_main_process) if first else None
+        common.prepare(bare, self.precision, verbose=self.is_main_process)
+        first = not any(isinstance(item, common.Fp8State) for item in self._custom_objects)
+        monitor = common.monitor_of(bare, *self._inspection, verbose=self.is_main_process) if first else None
         if monitor is not None:
             self._monitor = monitor
             bare.register_forward_pre_hook(partial(_begin_step, monitor))
-        self.register_for_checkpointing(Fp8State(bare, self.precision, monitor))
+        self.register_for_checkpointing(common.Fp8State(bare, self.precision, monitor))
 
 
-def _begin_step(monitor: Monitor, module: nn.Module, _: object) -> None:
+def _begin_step(monitor: common.Monitor, module: nn.Module, _: object) -> None:
     if module.training and torch.is_grad_enabled():
         monitor.begin()
 

@@ -11,15 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from octavo.integrations.common import (
-    Fp8State,
-    Monitor,
-    PrecisionLike,
-    check_optimizer,
-    monitor_of,
-    precision_of,
-    prepare,
-)
+from octavo.integrations import common
 from octavo.runtime.extras import needs_extras
 
 with needs_extras("octavo.integrations.lightning", "pip install lightning"):
@@ -33,23 +25,23 @@ class _Plugin:
     precision: Any = "bf16-mixed"
 
     def __init__(
-        self, precision: PrecisionLike = "fp8", *, autocast: bool = True, inspect_every: int = 0,
+        self, precision: common.PrecisionLike = "fp8", *, autocast: bool = True, inspect_every: int = 0,
         autopilot: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.settings, self._autocast = precision_of(precision), autocast
+        self.settings, self._autocast = common.precision_of(precision), autocast
         self._inspection = inspect_every, autopilot
-        self._monitor: Monitor | None = None
+        self._monitor: common.Monitor | None = None
         self._metrics: dict[str, float] = {}
         self.precision = "bf16-mixed" if autocast else "32-true"
-        self._state: Fp8State | None = None
+        self._state: common.Fp8State | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert a module in place."""
         verbose = not dist.is_initialized() or dist.get_rank() == 0
-        prepare(module, self.settings, verbose=verbose)
-        self._monitor = monitor_of(module, *self._inspection, verbose=verbose)
-        self._state = Fp8State(module, self.settings, self._monitor)
+        common.prepare(module, self.settings, verbose=verbose)
+        self._monitor = common.monitor_of(module, *self._inspection, verbose=verbose)
+        self._state = common.Fp8State(module, self.settings, self._monitor)
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -79,7 +71,7 @@ class Fp8Precision(_Plugin, Precision):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Step, and sample the micro-batch that runs with it if that is due."""
-        check_optimizer(self.settings, optimizer)
+        common.check_optimizer(self.settings, optimizer)
         if self._monitor is None:
             return super().optimizer_step(optimizer, **kwargs)
         with self._monitor.step() as metrics:
@@ -106,7 +98,7 @@ class FabricFp8Precision(_Plugin, FabricPrecision):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step. Raises ValueError if `precision` has FP8 optimizer states and the optimizer has not."""
-        check_optimizer(self.settings, optimizer)
+        common.check_optimizer(self.settings, optimizer)
         result = super().optimizer_step(optimizer, **kwargs)
         self._metrics = {} if self._monitor is None else self._monitor.end()
         return result

@@ -14,17 +14,7 @@ import torch
 from torch import nn
 
 from octavo._version import __version__
-from octavo.integrations.common import (
-    Fp8State,
-    Monitor,
-    PrecisionLike,
-    check_optimizer,
-    monitor_of,
-    optimizer_problem,
-    precision_of,
-    prepare,
-    warn_if_forgotten,
-)
+from octavo.integrations import common
 from octavo.nn.resident import refuses_save_pretrained
 from octavo.optim import AdamW
 from octavo.runtime.extras import needs_extras
@@ -60,12 +50,12 @@ class Fp8TrainerMixin(_Trainer):
     """
 
     def __init__(
-        self, *args: Any, precision: PrecisionLike = "fp8", inspect_every: int = 0, autopilot: bool = False,
+        self, *args: Any, precision: common.PrecisionLike = "fp8", inspect_every: int = 0, autopilot: bool = False,
         **kwargs: Any,
     ) -> None:  # fmt: skip
-        self.precision = precision_of(precision)
+        self.precision = common.precision_of(precision)
         self._inspection = inspect_every, autopilot
-        self._monitor: Monitor | None = None
+        self._monitor: common.Monitor | None = None
         self._sampled_step = 0
         self._fp8_metrics: dict[str, float] = {}
         super().__init__(*args, **kwargs)
@@ -91,7 +81,7 @@ class Fp8TrainerMixin(_Trainer):
         problem, chosen = None, self.optimizer_cls_and_kwargs
         optim = str(getattr(self.args.optim, "value", self.args.optim))
         if self.optimizer is not None:
-            if (wrong := optimizer_problem(self.optimizer, self.precision)) is not None:
+            if (wrong := common.optimizer_problem(self.optimizer, self.precision)) is not None:
                 problem = f"optimizers=(…) has {wrong}"
         elif chosen is not None:
             if not (isinstance(chosen[0], type) and issubclass(chosen[0], AdamW)):
@@ -110,8 +100,8 @@ class Fp8TrainerMixin(_Trainer):
 
     def _convert(self, model: nn.Module) -> None:
         config = getattr(model, "config", None)
-        warn_if_forgotten(getattr(config, "octavo", None), self.precision)
-        prepare(model, self.precision, verbose=self.is_world_process_zero())
+        common.warn_if_forgotten(getattr(config, "octavo", None), self.precision)
+        common.prepare(model, self.precision, verbose=self.is_world_process_zero())
         if refuses_save_pretrained(model) and self.args.save_strategy != "no":
             raise ValueError(
                 "the frozen weights of this model are resident in FP8, so save_pretrained raises, and with it each "
@@ -120,7 +110,7 @@ class Fp8TrainerMixin(_Trainer):
             )
         if config is not None:
             config.octavo = {"version": __version__, "precision": self.precision.label}
-        self._monitor = monitor_of(model, *self._inspection, verbose=self.is_world_process_zero())
+        self._monitor = common.monitor_of(model, *self._inspection, verbose=self.is_world_process_zero())
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make and convert the model: a Trainer with `model_init` calls this for each training."""
@@ -142,7 +132,7 @@ class Fp8TrainerMixin(_Trainer):
             self.optimizer_cls_and_kwargs = cls, {**options, **own}
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         self.optimizer_cls_and_kwargs = chosen
-        if (problem := optimizer_problem(self.optimizer, self.precision)) is not None:
+        if (problem := common.optimizer_problem(self.optimizer, self.precision)) is not None:
             raise ValueError(
                 f"precision={self.precision.label!r} has FP8 states of AdamW, but {type(self).__name__} created "
                 f"{problem}: create an octavo.AdamW there, or use precision='fp8' or 'fp8+activations'"
@@ -171,7 +161,7 @@ class Fp8TrainerMixin(_Trainer):
         """Save the model as the Trainer does, and its FP8 state beside it."""
         super().save_model(output_dir, *args, **kwargs)
         if self.args.should_save:
-            state = Fp8State(self._bare_model(), self.precision, self._monitor).state_dict()
+            state = common.Fp8State(self._bare_model(), self.precision, self._monitor).state_dict()
             folder = Path((self.args.output_dir if output_dir is None else output_dir) or "")
             folder.mkdir(parents=True, exist_ok=True)  # FSDP writes its shards there later
             _write(folder / STATE_FILE, json.dumps(state))
@@ -182,7 +172,7 @@ class Fp8TrainerMixin(_Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        check_optimizer(self.precision, self.optimizer)
+        common.check_optimizer(self.precision, self.optimizer)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
@@ -200,7 +190,7 @@ class Fp8TrainerMixin(_Trainer):
             return
         try:
             state = json.loads(path.read_text())
-            Fp8State(self._bare_model(), self.precision, self._monitor).load_state_dict(state)
+            common.Fp8State(self._bare_model(), self.precision, self._monitor).load_state_dict(state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is damaged or of another model ({type(error).__name__}: {error}): restore it, or delete it to "

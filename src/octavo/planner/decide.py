@@ -11,17 +11,8 @@ from octavo.nn.select import HEAD_REASON, default_plan, is_linear
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.precision import AUTO, Precision
 from octavo.numerics.recipe import RECIPES, Recipe, get_recipe
+from octavo.planner import roofline
 from octavo.planner.devices import Gpu
-from octavo.planner.roofline import (
-    Cost,
-    LinearCall,
-    bf16_linear,
-    fp8_linear,
-    fp8_rate,
-    quantization_times,
-    total,
-    triton_reason,
-)
 
 MIN_SPEEDUP = 1.02  # Convert a layer only if its predicted speed-up is at least this
 
@@ -59,10 +50,10 @@ class RuleDecisions:
     recipes: Sequence[Recipe]  # The recipes to choose from
 
     def by_cost(
-        self, gpu: Gpu, calls: Mapping[str, tuple[LinearCall, ...]], *, eager: bool
+        self, gpu: Gpu, calls: Mapping[str, tuple[roofline.LinearCall, ...]], *, eager: bool
     ) -> tuple[Plan, dict[str, LinearDecision]]:
         """Decide each linear layer by the time of its calls on a GPU; return the plan, and the predictions by layer."""
-        times, by_calls = dict[str, LinearDecision](), dict[tuple[LinearCall, ...], LinearDecision]()
+        times, by_calls = dict[str, LinearDecision](), dict[tuple[roofline.LinearCall, ...], LinearDecision]()
         for name in self.linears:
             own = calls.get(name, ())
             if own not in by_calls:  # layers of equal blocks are decided once
@@ -101,22 +92,22 @@ def decide_by_rule(
     return RuleDecisions(plan=plan, linears=linears, forced_bf16=forced, recipes=recipes)
 
 
-def decide(gpu: Gpu, calls: Sequence[LinearCall], recipes: Sequence[Recipe], *, eager: bool) -> LinearDecision:
+def decide(gpu: Gpu, calls: Sequence[roofline.LinearCall], recipes: Sequence[Recipe], *, eager: bool) -> LinearDecision:
     """Decide for one linear layer by the cost of all its calls in a step."""
-    bf16_costs = [bf16_linear(gpu, call) for call in calls]
-    bf16_cost, bf16 = total(bf16_costs), sum(cost.wall(gpu, eager=eager) for cost in bf16_costs)
-    usable = [recipe for recipe in recipes if fp8_rate(gpu, recipe) is not None]
+    bf16_costs = [roofline.bf16_linear(gpu, call) for call in calls]
+    bf16_cost, bf16 = roofline.total(bf16_costs), sum(cost.wall(gpu, eager=eager) for cost in bf16_costs)
+    usable = [recipe for recipe in recipes if roofline.fp8_rate(gpu, recipe) is not None]
     if not usable:
         emulated = f"{', '.join(r.name for r in recipes)} is only emulated on {gpu.name}"
         reason = f"{emulated if gpu.fp8_tflops else f'{gpu.name} has no FP8 matrix units'}: bf16"
         return LinearDecision(decision=Decision(recipe=None, reason=reason, gain=1.0), bf16=bf16, planned=bf16)
-    costs = {r.name: [fp8_linear(gpu, call, r) for call in calls] for r in usable}
+    costs = {r.name: [roofline.fp8_linear(gpu, call, r) for call in calls] for r in usable}
     times = {name: sum(cost.wall(gpu, eager=eager) for cost in each) for name, each in costs.items()}
     fastest = min(times.values())
     recipe = next(r for r in usable if times[r.name] <= fastest * TIE_FACTOR)
     gain = bf16 / times[recipe.name]
-    chosen = total(costs[recipe.name])
-    passes = (quantization_times(gpu, call, recipe) for call in calls)
+    chosen = roofline.total(costs[recipe.name])
+    passes = (roofline.quantization_times(gpu, call, recipe) for call in calls)
     quantizing = sum(sum(seconds for seconds, _ in (*forward, *backward)) for forward, backward in passes)
     numbers = (
         f"{_sizes(calls)}, bf16 {_ms(bf16)}{_measured_share(bf16_cost, bf16)}, {recipe.name} "
@@ -124,7 +115,7 @@ def decide(gpu: Gpu, calls: Sequence[LinearCall], recipes: Sequence[Recipe], *, 
     )
     if times[recipe.name] > chosen.total:
         numbers += "; bound by the host"
-    if triton_reason(gpu, recipe) is not None:
+    if roofline.triton_reason(gpu, recipe) is not None:
         numbers += "; PyTorch has no such product on this GPU: Triton's, at an assumed rate"
     if gain >= MIN_SPEEDUP:
         decision = Decision(recipe=recipe, reason=f"{gain:.2f}×: {numbers}", gain=gain)
@@ -141,19 +132,19 @@ def break_even(gpu: Gpu, tokens: int, recipes: Sequence[Recipe], *, eager: bool,
     """Return the smallest K = N, in steps of 64, from which FP8 pays at this number of tokens; None if none does."""
     smallest = None
     for side in range(largest - largest % 64, 0, -64):
-        call = LinearCall(m=tokens, k=side, n=side)
+        call = roofline.LinearCall(m=tokens, k=side, n=side)
         if decide(gpu, [call], recipes, eager=eager).decision.recipe is None:
             break
         smallest = side
     return smallest
 
 
-def _sizes(calls: Sequence[LinearCall]) -> str:
+def _sizes(calls: Sequence[roofline.LinearCall]) -> str:
     shapes = sorted({(call.m, call.k, call.n) for call in calls})
     return "×".join(map(str, shapes[0])) + (f" and {len(shapes) - 1} others" if len(shapes) > 1 else "")
 
 
-def _measured_share(cost: Cost, wall: float) -> str:
+def _measured_share(cost: roofline.Cost, wall: float) -> str:
     """Describe how much of a time was measured; empty if none, or if the host's time dominates."""
     fraction = cost.measured / cost.total if 0 < wall <= cost.total * 1.001 else 0.0
     return "" if not fraction else " measured" if fraction > 0.999 else f" ({fraction:.0%} measured)"

@@ -24,13 +24,12 @@ from octavo.optim.adamw import ADAMW, AdamW
 from octavo.planner.decide import candidates, decide_by_rule
 from octavo.planner.devices import Gpu, find_gpu, with_measurements
 from octavo.planner.fake import batch_errors, fake_batch, fake_device, fake_tensors
-from octavo.planner.few_blocks import copy_with_blocks, restrict_plan
 from octavo.planner.forecast import Forecast
 from octavo.planner.memory_plan import MemoryPlan, with_saved
 from octavo.planner.prediction import Stage, Workload, forecast
 from octavo.planner.step import CHECKPOINTING, ParallelLayout, StepConfig, check_gathered, is_count, layout_settings
 from octavo.planner.step_memory import ALLOCATION_GRANULARITY, StepTrace, follow_step
-from octavo.planner.trace import fuse, trace_model
+from octavo.planner.trace import copy_with_blocks, fuse, restrict_plan, trace_model
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import tree_leaves
 

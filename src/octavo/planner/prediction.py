@@ -15,7 +15,6 @@ from octavo.numerics.plan import Plan
 from octavo.numerics.recipe import Recipe
 from octavo.planner.decide import LinearDecision, break_even
 from octavo.planner.devices import Gpu
-from octavo.planner.few_blocks import block_kinds, equal_stacks
 from octavo.planner.forecast import Forecast, PlannedRun
 from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.step import (
@@ -42,7 +41,7 @@ from octavo.planner.step_memory import (
     trace_again,
     trace_blocks,
 )
-from octavo.planner.trace import Trace
+from octavo.planner.trace import Trace, block_kinds, equal_stacks
 from octavo.runtime.blocks import Absent, find_block_list, find_blocks
 
 ALL_BF16 = Plan({})  # The plan of a model in bf16: no decisions

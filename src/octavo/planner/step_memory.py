@@ -26,8 +26,8 @@ from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.resident import as_resident
 from octavo.numerics.suggestions import grouped
 from octavo.optim import Optimizer
-from octavo.planner.few_blocks import Insertion, Stack, from_few_blocks, insert, insertion
 from octavo.planner.step import FP8_BYTES_PER_ELEMENT, StepConfig
+from octavo.planner.trace import Insertion, Stack, from_few_blocks, insert, insertion
 from octavo.runtime import torch_compat
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import FakeTensor, TorchDispatchMode, in_backward, local_part, tree_leaves

@@ -35,13 +35,12 @@ from octavo.planner.auto_convert import plan_on_gpu
 from octavo.planner.decide import candidates, decide_by_rule
 from octavo.planner.devices import Gpu, find_gpu, with_measurements
 from octavo.planner.fake import fake_device, fake_tensors
-from octavo.planner.few_blocks import Stack, copy_with_blocks, restrict_plan
 from octavo.planner.forecast import Forecast, PlannedRun, forecast_text
 from octavo.planner.memory_plan import MemoryPlan, compare_memory, plan_notes, with_saved
 from octavo.planner.prediction import ALL_BF16, OnSubject, Stage, Workload, forecast, trace_stages
 from octavo.planner.step import CHECKPOINTING, StepConfig, check_gathered, layout_settings
 from octavo.planner.step_memory import ALLOCATION_GRANULARITY, StepTrace, follow_step
-from octavo.planner.trace import Trace, fuse, trace_model
+from octavo.planner.trace import Stack, Trace, copy_with_blocks, fuse, restrict_plan, trace_model
 from octavo.runtime.blocks import Absent, find_block_list
 from octavo.runtime.terminal import width as terminal_width
 from octavo.runtime.torch_compat import fake_process_group
