@@ -85,7 +85,8 @@ def _summary(kind: str, native: list[str], recipes: int) -> str:
         return "This device has no FP8 products: FP8 is emulated, with exact numbers and no speed-up."
     if len(native) == recipes:
         return "The products of every recipe run on this device's FP8 matrix units."
-    return f"On this device's FP8 matrix units: {', '.join(native)}. The others are emulated: exact, no speed-up."
+    rest = "The other recipes are emulated: exact, no speed-up."
+    return f"On this device's FP8 matrix units: {', '.join(native)}. {rest}"
 
 
 def _merged(ops: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:

@@ -169,7 +169,8 @@ class ResidentWeight(Fp8Weight):
     `nn.Parameter(w, requires_grad=False)`.
 
     `octavo.convert(model, frozen="fp8")` makes them. Moves and copies keep the bytes; `copy_` of a plain tensor
-    quantizes it; other changes of values, and gradients, raise ValueError. Other code reads FP8 values, with a warning.
+    quantizes it; other changes of values, and gradients, raise ValueError. Other code reads the FP8
+    values in `dtype`, with a warning.
 
     Args:
         data: FP8 values, [N,K] or [E,N,K]; codes uint8 [N,K] of adaptive FP8.
@@ -281,7 +282,10 @@ class ResidentWeight(Fp8Weight):
 
     @torch.no_grad()
     def assign(self, value: Tensor) -> None:
-        """Replace the values; quantize those of another spec. Raises ValueError for integers and FP8 without scales."""
+        """Replace the values: by the bytes of a `ResidentWeight` of the same spec, else by quantizing `value`.
+
+        Raises ValueError for integers and FP8, as in a `state_dict`: they lack their scales.
+        """
         if not value.dtype.is_floating_point or value.element_size() == 1:
             raise ValueError(
                 f"copy_ of {value.dtype} into a weight {tuple(self.shape)} that is resident in FP8: its bytes lack "
