@@ -14,6 +14,12 @@ from numpy.typing import NDArray
 from octavo.experiments.curves import Floats, Steps, smooth
 from octavo.numerics.display import shortened
 
+# Colours and fonts of every chart and page, light and dark.
+#
+# A figure names its colours as CSS variables, `var(--s0)`, which the page's script replaces by the values of the
+# reader's scheme. The series are Okabe and Ito's, told apart with any of the common colour blindnesses.
+
+
 FONT = 'ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "Noto Sans", sans-serif'
 SERIES = 6  # Colours of series: `--s0` to `--s5`, and as fills of areas `--a0` to `--a5`
 COLOUR_LEVELS = 8  # Colours of a heat map: `--bad0` to `--bad7`, or `--size0` to `--size7`

@@ -17,6 +17,12 @@ from octavo.inspect.compare import EXIT_CODES, ArmLosses, LossComparison, Outcom
 from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS
 from octavo.train.record.metrics import LOSS, RunResult
 
+# Two runs, one sentence: is the candidate's loss as good as the baseline's, and at what speed and memory?
+#
+# The band is ±1 % of the baseline, both ways: a loss that is lower by chance is as little evidence as one that is
+# higher. One seed does not tell whether a gap is noise; `octavo compare` does, from several.
+
+
 Status = Literal["within", "above", "below", "none"]
 
 BAND_PERCENT = 1.0

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+# Statistics of operands: how well a matrix fits the FP8 format that a product reads it in (docs/inspect.md).
+
+
 OPERANDS = ("x", "w", "dgrad_g", "wgrad_g")  # X and W of the forward product, and G as each backward product reads it
 QUANTILES = 17  # Number of quantiles of the channel scales, the smallest and the largest included
 

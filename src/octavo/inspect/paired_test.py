@@ -16,6 +16,12 @@ import numpy as np
 
 from octavo.runtime.extras import needs_extras
 
+# Convert losses of any library to floats, check them, and find the unit to which they are rounded.
+#
+# Rounded losses tie: two gaps that are equal only after rounding have no deviation, and any test would call them
+# certain.
+
+
 FEWEST_BITS = 8  # Significant bits of the coarsest format: bf16
 FLOAT_BITS = 53
 

@@ -34,6 +34,17 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
+# Product errors: how far the FP8 products of a linear layer lie from those in high precision, on the current operands.
+#
+#     error of a row    ‖P'_r − P_r‖ / ‖P_r‖, at most 1          for rows that are not all zeros
+#     error of P        the mean over its rows                   tokens of Y and ∂X
+#                       or over its columns, if that is larger   output and input features of ∂W
+#     error of a layer  the largest of its products Y, ∂X and ∂W
+#
+# P' is a product of quantized operands, P the same in high precision, both multiplied in float32. Healthy products have
+# 0.03 to 0.10. Equalized recipes use the s of the layer for its own recipe, others that of these operands.
+
+
 @dataclass(frozen=True)
 class Operands:
     """Operands of one forward, copied in float32."""

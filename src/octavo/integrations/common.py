@@ -26,6 +26,9 @@ from octavo.numerics.suggestions import nearest
 from octavo.optim import AdamW
 from octavo.planner.auto_convert import convert
 
+# What integrations report to the loggers of their tool: findings of a `Watch`, and moves of an `Autopilot`.
+
+
 DEFAULT_EVERY = 50  # Steps between the samples of an autopilot, if none is given
 
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Row chunks: parts of a matrix whose intermediate results fit into a core's cache.
+
+
 CHUNK_ELEMENTS = 262144  # Elements per chunk: a megabyte in float32
 
 

@@ -37,6 +37,9 @@ from octavo.numerics.spec import FULL, QuantSpec
 from octavo.planner.devices import Gpu
 from octavo.runtime.terminal import stdout
 
+# Host time of linear layers in eager mode (docs/host_time.md), as ratios to bf16 or as `octavo calibrate` measured.
+
+
 RATIOS = {  # Host time of forward and backward of a linear × bf16's, from benchmarks/results/simulated/host.json
     "rowwise": 2.07, "tensorwise": 1.99, "rowwise_equalized": 2.29, "rowwise_hp_wgrad": 1.83, "blockwise": 3.08,
     "mxfp8": 3.54,

@@ -32,6 +32,12 @@ from octavo.runtime import torch_compat
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import FakeTensor, TorchDispatchMode, in_backward, local_part, tree_leaves
 
+# Timeline: record every storage that a training step allocates, with real tensors and under FakeTensorMode alike.
+#
+# A storage starts when the dispatch mode first sees it and ends when its Python object dies. Storages are classified
+# afterwards: those alive when a backward begins are activations, those that a parameter's `.grad` used gradients.
+
+
 PARAMETERS, BUFFERS, STATES, BATCH = "parameters", "buffers", "optimizer states", "batch"
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
 KINDS = (PARAMETERS, BUFFERS, STATES, BATCH, GRADIENTS, ACTIVATIONS, TEMPORARIES)

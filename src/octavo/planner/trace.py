@@ -19,6 +19,13 @@ from octavo.planner.roofline import LinearCall
 from octavo.runtime.blocks import SHORTENED, Absent, find_block_list, find_stacks
 from octavo.runtime.torch_compat import FakeTensorMode, TorchDispatchMode, local_part, tree_leaves
 
+# Predict what all blocks of a model do from copies of it with a few of them.
+#
+# A record of n + 1 equal blocks is that of n with one block's part inserted (`insertion`), and amounts grow by the same
+# with each block. What is assumed is checked: blocks and records agree in everything but that part, else all blocks
+# run.
+
+
 M = TypeVar("M", bound=nn.Module)
 R = TypeVar("R")
 T = TypeVar("T")

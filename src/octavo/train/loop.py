@@ -51,6 +51,11 @@ from octavo.train.tasks.task import Data as TaskData
 from octavo.train.tasks.task import Task
 from octavo.train.trainer import Trainer
 
+# What a step says about the machine and the data: MFU, peak memory, position in the data, time; `run.profile`.
+#
+# The planner predicts a step in seconds on a CPU, after the first one. It cannot run in a thread beside that: while
+# Transformers makes the planned model, the default dtype of the whole process is that model's.
+
 
 class Gauges:
     def __init__(self, trainer: Trainer, summary: RunResult) -> None:

@@ -21,6 +21,14 @@ from torch import Tensor
 from octavo.numerics.formats import E4M3, widen
 from octavo.runtime.torch_compat import outside_autograd
 
+# FP8 moments of AdamW: groups of 128 of a row, each expanded to the format's range before rounding (docs/kernels.md).
+#
+#     hi = max|m|,  lo = min|m| over non-zeros,  k = ⌊16·L / log2(hi/lo)⌋ / 16
+#     q  = round( sign(m) · top · (|m| / hi)^k )            m ≈ sign(q) · hi · (|q| / top)^(1/k)
+#
+# Only hi (float32) and k (one byte, in sixteenths) are stored beside q.
+
+
 GROUP = 128  # Elements that share hi and k
 
 TOP_SIGNED, RANGE_SIGNED = E4M3.max, math.log2(E4M3.max**2 / 2)

@@ -13,6 +13,8 @@ from torch import Tensor
 from octavo.numerics.error import first_mismatch, sqnr
 from octavo.tensor import ScaledTensor
 
+# Random inputs as a function of a seed: sizes, strides, alignment and values, with notes.
+
 
 class Budget(NamedTuple):
     size: int  # Largest size of an input

@@ -19,6 +19,8 @@ from octavo.numerics.spec import FULL, Granularity
 from octavo.runtime.torch_compat import empty_strided_on
 from octavo.tensor import ScaledTensor
 
+# What a product by Triton does, prepared: take addresses, allocate, launch (`octavo.kernels.direct`).
+
 
 class TritonProduct:
     """Products by one kernel, for operands and bias of equal shapes, strides, dtypes and device. Holds no tensor."""

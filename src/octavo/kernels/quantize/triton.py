@@ -34,6 +34,12 @@ from octavo.numerics.spec import FULL, ROW, QuantSpec
 from octavo.runtime.torch_compat import empty_strided_on, reinterpreted
 from octavo.tensor import Order
 
+# What a call of quantize does on a GPU, prepared: allocate, take addresses, launch.
+#
+# After the first run, `run` is a function generated for the plan. If an address is no multiple of 16, a factor has
+# gaps, a profiler's hooks are installed, or another device is current, the general one runs instead.
+
+
 GeneratedFunction = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
 

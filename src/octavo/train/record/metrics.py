@@ -39,6 +39,12 @@ from octavo.train.record.json_lines import (
     read_records,
 )
 
+# What `[inspect]` leaves behind: one line per operand and sampled step in `statistics.jsonl`, and TensorBoard scalars.
+#
+# A figure that crosses a limit (`[inspect.limits]`) is reported once, and not again while it lasts; a resumed run reads
+# earlier samples from the file. An SQNR that is NaN is null, one that is infinite "inf".
+
+
 STATISTICS_FILE = "statistics.jsonl"
 ROW = "a row of statistics"
 CHECKPOINT = re.compile(r"step-(\d+)")  # Folder of a checkpoint
