@@ -263,8 +263,8 @@ def test_command_measures_prints_and_saves(monkeypatch):
 
     monkeypatch.setattr(TimingTask, "timed", measured)
     monkeypatch.setattr(
-        "octavo.planner.roofline.measure",
-        lambda device, recipes: [entry(op="host", case=(r.name,), shape=roofline.SHAPE) for r in recipes],
+        "octavo.cli.kernels.measure_host",
+        lambda device, recipes: [entry(op="host", case=(r.name,), shape=roofline.HOST_SHAPE) for r in recipes],
     )
     result = CliRunner().invoke(app, ["calibrate", "--shapes", "64,128,256", "--recipe", "all"])
     assert result.exit_code == 0, result.output
@@ -272,7 +272,7 @@ def test_command_measures_prints_and_saves(monkeypatch):
     sizes = [(64, 128, 256)]
     tasks = [t for r in RECIPES.values() for t in (*timing.fp8_gemms(r, sizes), *quantizations(r, sizes))]
     expected = {(t.case, t.shape) for t in (*tasks, *timing.bf16_gemms(sizes))}
-    expected |= {((r,), roofline.SHAPE) for r in RECIPES}
+    expected |= {((r,), roofline.HOST_SHAPE) for r in RECIPES}
     assert "host time of a linear, forward and backward, µs: rowwise 10, tensorwise 10" in result.stdout
     assert len(calibration.entries(GPU)) == len(expected)
     assert str(calibration.path(GPU)) in calibration.summary(GPU)

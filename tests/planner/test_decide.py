@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.cli.kernels import measure_host
 from octavo.kernels.calibration import Entry
 from octavo.kernels.quantize.quantize_timing import quantizations as measured_quantizations
 from octavo.kernels.timing import bf16_gemms, fp8_gemms
@@ -14,7 +15,7 @@ from octavo.numerics import RECIPES, Plan, equalized
 from octavo.numerics.plan import Decision
 from octavo.planner.decide import MIN_SPEEDUP, TIE_FACTOR, break_even, candidates, decide
 from octavo.planner.devices import DEVICES, Measurements, read_measurements
-from octavo.planner.roofline import RATIOS, LinearCall, bf16_linear, fp8_linear, host_seconds, measure, quantize_calls
+from octavo.planner.roofline import RATIOS, LinearCall, bf16_linear, fp8_linear, host_seconds, quantize_calls
 
 H100, ALL = DEVICES["h100"], candidates("auto")
 
@@ -237,7 +238,7 @@ def test_a_recipe_of_ones_own_counts_as_the_most_similar(recipe, known):
 
 def test_measurements_replace_the_table():
     recipes = [RECIPES[name] for name in ("rowwise", "rowwise_equalized")]
-    entries = measure(torch.device("cpu"), recipes, seconds=0.0)
+    entries = measure_host(torch.device("cpu"), recipes, seconds=0.0)
     assert [entry.case for entry in entries] == [("bf16",), ("rowwise",), ("rowwise_equalized",)]
     gpu = replace(H100, measured=Measurements("H100", entries))
     for recipe, entry in zip((None, *recipes), entries, strict=True):

@@ -6,7 +6,10 @@ times of products and quantizations of linears, and the fastest choices, which i
 
 import json
 import platform
+import time
+from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from itertools import groupby
 from typing import Any
@@ -15,15 +18,19 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from torch import nn
 
 from octavo._version import __version__
 from octavo.kernels import calibration, probe_cache
+from octavo.kernels.calibration import Entry
 from octavo.kernels.conformance.cases import checks, unavailable_reason
 from octavo.kernels.conformance.mismatches import GPU, INTERPRETER, CaseResult, compare
 from octavo.kernels.gemm import accelerated
 from octavo.kernels.registry import status
 from octavo.kernels.timing import SHAPES, TimingResult, TimingTask, bf16_gemms, fp8_gemms, time_on_gpu
-from octavo.numerics.recipe import RECIPES, get_recipe
+from octavo.nn.linear_subclasses import fp8_class
+from octavo.numerics.recipe import RECIPES, Recipe, get_recipe
+from octavo.planner.roofline import HOST_OP, HOST_SHAPE
 from octavo.runtime.terminal import stdout, table
 
 
@@ -180,6 +187,42 @@ def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
         raise ValueError("no backend supports these products on this GPU; `octavo doctor` shows why")
     written = f"{len(entries)} choices saved in {calibration.save(device, entries)}"
     console.print(written, markup=False, highlight=False, soft_wrap=True)
+    _calibrate_host(device)
+
+
+def measure_host(device: torch.device, recipes: Iterable[Recipe], seconds: float = 0.3) -> list[Entry]:
+    """Time forward and backward of a linear too small for the GPU to matter, in bf16 and with each recipe."""
+    x = torch.randn(HOST_SHAPE[:2], device=device, dtype=torch.bfloat16).requires_grad_()
+    layers: dict[str, nn.Module] = {"bf16": nn.Linear(*HOST_SHAPE[:2], bias=False, device=device, dtype=x.dtype)}
+    for recipe in recipes:
+        layer = fp8_class(nn.Linear, recipe)(*HOST_SHAPE[:2], bias=False, device=device, dtype=x.dtype)
+        layer.recipe = recipe
+        layers[recipe.name] = layer
+    times = ((name, _fastest(layer, x, seconds)) for name, layer in layers.items())
+    eager = partial(Entry, op=HOST_OP, shape=HOST_SHAPE, backend="eager", config=None)
+    return [eager(case=(name,), microseconds=microseconds) for name, microseconds in times]
+
+
+def _fastest(layer: nn.Module, x: torch.Tensor, seconds: float, steps: int = 20) -> float:
+    """Return the µs of the fastest of some groups of steps."""
+    fastest, end = float("inf"), time.perf_counter() + seconds
+    while fastest == float("inf") or time.perf_counter() < end:
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            layer(x * 1).backward(x)
+        fastest = min(fastest, 1e6 * (time.perf_counter() - start) / steps)
+        x.grad = None
+    return fastest
+
+
+def _calibrate_host(device: torch.device) -> None:
+    """Measure all recipes on a GPU, print the times and add them to its calibration table."""
+    entries = measure_host(device, RECIPES.values())
+    calibration.save(device, entries)
+    times = ", ".join(f"{entry.case[0]} {entry.microseconds:.0f}" for entry in entries)
+    stdout().print(f"host time of a linear, forward and backward, µs: {times}", highlight=False, soft_wrap=True)
 
 
 def _choices(results: list[TimingResult]) -> Table:

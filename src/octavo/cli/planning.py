@@ -104,11 +104,8 @@ def calibrate(
     machine uses them, and octavo plan predicts with them.
     """
     from octavo.cli.kernels import calibrate as run
-    from octavo.planner.roofline import calibrate_host
 
-    where = _device(device)
-    run(where, recipe, shapes or [])
-    calibrate_host(where)
+    run(_device(device), recipe, shapes or [])
 
 
 def _device(name: str) -> "torch.device":

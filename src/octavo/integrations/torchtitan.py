@@ -39,7 +39,7 @@ class Fp8Converter(QuantizationConverter):
         config: Which layers, and how.
 
     Raises:
-        ValueError: For an unknown recipe, one that keeps a state, or numbers below 0; in `convert`, if none is made FP8.
+        ValueError: For an unknown recipe, one that keeps a state, or numbers below 0; in `convert`, if all stays bf16.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -13,20 +13,11 @@ from torch import nn
 from octavo.nn.experts import looks_like_experts
 from octavo.numerics.plan import Plan
 from octavo.numerics.recipe import Recipe
+from octavo.planner import step
 from octavo.planner.decide import LinearDecision, break_even
 from octavo.planner.devices import Gpu
 from octavo.planner.forecast import Forecast, PlannedRun
 from octavo.planner.memory_plan import MemoryPlan
-from octavo.planner.step import (
-    StepConfig,
-    StepTime,
-    bytes_saved_by_fp8_gather,
-    linear_costs,
-    most_in_flight,
-    pipeline_time,
-    schedule_actions,
-    step_time,
-)
 from octavo.planner.step_memory import (
     ACTIVATIONS,
     BATCH,
@@ -77,7 +68,7 @@ class Workload:
     model: nn.Module  # On any device including meta; not changed
     stages: Sequence[Stage]
     plan: Plan | None  # How its layers compute, or in bf16 if it does not name them; None: as `trace_step` decides
-    step_config: StepConfig
+    step_config: step.StepConfig
     sequences: int  # Sequences of a micro-batch on one GPU
     # Traces a step of a stage with so many blocks of some stacks, by name, and this many sequences.
     trace_step: "Callable[[Workload, Stage, Mapping[str, int], int], StepTrace]"
@@ -104,15 +95,19 @@ class Workload:
         memory = self.memory()
         return PlannedRun(plan=self.plan, time=self.time(memory), memory=memory)
 
-    def time(self, memory: MemoryPlan) -> StepTime:
+    def time(self, memory: MemoryPlan) -> step.StepTime:
         assert self.gpu is not None and self.plan is not None
         gpu, config, times = self.gpu, self.step_config, []
         for index, trace in enumerate(self.forwards):
             recipes = {name: self.plan[name].recipe for name in trace.calls if name in self.plan.decisions}
-            saved = bytes_saved_by_fp8_gather(trace.calls, recipes, resident=config.resident, trained=config.fp8_gather)
+            saved = step.bytes_saved_by_fp8_gather(
+                trace.calls, recipes, resident=config.resident, trained=config.fp8_gather
+            )
             messages = memory.messages[index] if memory.messages else {}
-            times.append(step_time(gpu, trace, linear_costs(gpu, trace, recipes), config, self.tokens, saved, messages))
-        return times[0] if len(times) == 1 else pipeline_time(gpu, times, config, memory.stage_message)
+            times.append(
+                step.step_time(gpu, trace, step.linear_costs(gpu, trace, recipes), config, self.tokens, saved, messages)
+            )
+        return times[0] if len(times) == 1 else step.pipeline_time(gpu, times, config, memory.stage_message)
 
     def memory(self, sequences: int | None = None) -> MemoryPlan:
         """Predict the memory of the GPU that needs most, for the workload's or another number of sequences."""
@@ -157,12 +152,12 @@ Sizes = Mapping[str, int]  # Bytes by category
 
 
 def held_beside(
-    config: StepConfig, alone: Sequence[Sizes], hidden: int
+    config: step.StepConfig, alone: Sequence[Sizes], hidden: int
 ) -> dict[int, tuple[Sizes, Mapping[str, Sizes]]]:
     """Return what a GPU of a pipeline holds beside a micro-batch of each of its stages: all the time, and by phase."""
     beside: dict[int, tuple[Sizes, Mapping[str, Sizes]]] = {}
-    for row in schedule_actions(config.schedule, config.pp, config.micro_batches):
-        own, most = sorted({action.stage for action in row}), most_in_flight(row)
+    for row in step.schedule_actions(config.schedule, config.pp, config.micro_batches):
+        own, most = sorted({action.stage for action in row}), step.most_in_flight(row)
         for index in own:
             # What its other stages hold all the time …
             held = dict.fromkeys((*KINDS, GATHERED), 0)
