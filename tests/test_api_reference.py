@@ -46,6 +46,7 @@ def spans_ranks(path):
 
 
 ALONE = [path for path, *_ in ENTRIES if examples(path) and not spans_ranks(path)]
+SECTIONS = {"Args", "Attributes", "Examples", "Raises", "Returns"}
 RANKED = [path for path, *_ in ENTRIES if examples(path) and spans_ranks(path)]
 
 
@@ -78,6 +79,12 @@ def test_every_public_name_and_its_methods_have_docstrings():
         kinds = types.FunctionType | property | classmethod | staticmethod
         bare = [name for name, each in members if name[0] != "_" and isinstance(each, kinds) and not each.__doc__]
         assert bare == [], path
+
+
+def test_sections_of_docstrings_are_those_that_the_pages_render():
+    for path, *_ in ENTRIES:
+        sections = re.findall(r"^([A-Z]\w+):\n +\S", inspect.getdoc(thing(path)) or "", re.M)
+        assert SECTIONS.issuperset(sections), path
 
 
 def test_every_entry_is_reached_by_its_heading():

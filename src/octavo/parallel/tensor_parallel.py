@@ -418,7 +418,7 @@ def tensor_parallel(
     tokens r·S/t to (r + 1)·S/t of the labels, and returns the hidden states, logits and loss of these tokens; multiply
     the loss by 1/t, and call `sum_partial_gradients` after backward.
 
-    BlockArgs:
+    Args:
         model: A causal language model of Transformers whose config has a `base_model_tp_plan`, such as Llama, Qwen3,
             Mistral, Cohere or Mixtral. The same on every rank.
         mesh: One dimension, such as `mesh["tp"]`.
@@ -479,7 +479,7 @@ def partial_parameters(model: nn.Module) -> frozenset[str]:
 def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Add up the gradients of which each rank has a summand, after backward and before clipping.
 
-    BlockArgs:
+    Args:
         model: After `tensor_parallel`, sharded or not.
         mesh: The mesh that `tensor_parallel` got.
 
