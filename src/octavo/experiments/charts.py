@@ -132,7 +132,7 @@ class Line:
 class Chart:
     title: str
     unit: str  # Unit of the values, for screen readers
-    figure: dict[str, Any]  # `data` and `layout` of plotly.js, with colours as CSS variables (`theme`)
+    figure: dict[str, Any]  # `data` and `layout` of plotly.js, with colours as CSS variables
     caption: str = ""  # A sentence under the title
     # Range of the y axis in powers of ten if it may become logarithmic; None if not.
     log_range: tuple[float, float] | None = None

@@ -91,7 +91,7 @@ def verdict(a: RunResult, b: RunResult, prediction: PredictedSpeed | None = None
         memory_ratio=_ratio_of(a.saved_bytes_per_token, b.saved_bytes_per_token),
         state_ratio=_ratio_of(a.state_bytes_per_parameter, b.state_bytes_per_parameter), **_held_out(a, b),
     )  # fmt: skip
-    return replace(pair, notes=tuple(_notes_on_failures(a, b, pair)))
+    return replace(pair, notes=tuple(_pair_notes(a, b, pair)))
 
 
 def _obstacle(a: RunResult, b: RunResult) -> str:
@@ -154,7 +154,7 @@ def _ratio_of(baseline: float | None, candidate: float | None) -> float | None:
     return candidate / baseline if baseline and candidate is not None else None
 
 
-def _notes_on_failures(a: RunResult, b: RunResult, pair: PairVerdict) -> list[str]:
+def _pair_notes(a: RunResult, b: RunResult, pair: PairVerdict) -> list[str]:
     baseline, candidate, notes = pair.baseline, pair.candidate, []
     if pair.memory_ratio is not None:
         notes.append(f"{candidate} saves {pair.memory_ratio:.2f} × {baseline}'s bytes per token for the backward pass.")

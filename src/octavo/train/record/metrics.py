@@ -208,7 +208,8 @@ class StepMetrics(Record):
     epoch: float | None = None
     """Position in the data: how often the run has seen all of it, skipped batches included."""
     mfu: float | None = None
-    """Model FLOPs utilization: share of the devices' bf16 peak that the model's operations take; None if unknown."""
+    """Model FLOPs utilization: the share of the devices' bf16 peak that the model's own operations take; None where the
+    peak is not known."""
     peak_memory: NonNegative | None = None
     """Largest number of bytes of tensors on the GPU of rank 0 so far; None on a CPU."""
 
