@@ -196,6 +196,8 @@ class ResidentWeight(Fp8Weight):
         tensor.data_, tensor.scale, tensor.spec, tensor.text = data, scale, spec, spec.text
         return tensor
 
+    def __init__(self, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype) -> None: ...
+
     @staticmethod
     @torch.no_grad()
     def quantized(weight: Tensor, spec: MessageSpec) -> "ResidentWeight":
@@ -404,6 +406,8 @@ class ResidentShard(ResidentWeight):
     # Scales by row, and those of experts, are sharded with the data. Others are whole on every rank: blocks may cross.
 
     rows: int  # Size of dimension 0 of the whole weight
+
+    def __init__(self, *arguments: object) -> None: ...
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, spec: MessageSpec, dtype: torch.dtype, rows: int) -> "ResidentShard":
