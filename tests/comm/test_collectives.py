@@ -301,6 +301,7 @@ def test_bytes_on_the_wire():
         assert fp8 / bf16 == pytest.approx((1 + 4 / 128) / 2), name
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 def test_mistakes_are_named():
     world = dist.get_world_size()

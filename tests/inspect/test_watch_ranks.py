@@ -79,6 +79,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("settings", "world", "fp8_comm", "recipe"), CASES)
+@pytest.mark.thorough
 def test_rows_are_those_of_one_process(gloo, settings, world, fp8_comm, recipe):
     ranks = gloo.run(watched, world, settings, fp8_comm, recipe)
     rows = ranks[0][0]

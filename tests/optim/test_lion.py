@@ -94,6 +94,7 @@ def test_the_trainer_builds_and_resumes_it():
             Lion(model.parameters()).load_state_dict(saved.state_dict())
 
 
+@pytest.mark.thorough
 def test_memory_and_time_are_planned():
     config = load_config(DEMO, ["precision.level=fp8+activations+optimizer", "optim.name=lion"])
     memory, plan = plan_memory(config).largest, plan_step(config, gpu="h100")

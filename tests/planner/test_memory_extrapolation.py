@@ -112,6 +112,7 @@ def test_steps_that_differ_by_more_than_one_block_are_no_basis():
 
 
 @pytest.mark.parametrize("options", [STEPS["bf16"], STEPS["all"]], ids=["bf16", "all"])
+@pytest.mark.thorough
 def test_another_batch_from_one_step(options):
     """Each block of forward and backward repeats the one before, so two blocks show what all add."""
     few, more = (run_step(blocks, **options) for blocks in (2, 3))

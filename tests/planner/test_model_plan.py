@@ -45,6 +45,7 @@ def test_a_model_on_meta_is_decided_and_not_touched(wide):
     assert speed.parameters == sum(p.numel() for p in wide.parameters())
 
 
+@pytest.mark.thorough
 def test_fused_kernels_move_fewer_bytes_in_eager_steps(wide):
     precision = Precision(matmul="bf16", activations="fused")
     plain, fused = (plan(wide, 4, 2048, device="h100", precision=p) for p in (Precision.level("bf16"), precision))

@@ -132,6 +132,7 @@ def test_the_plan_refuses_what_a_run_refuses(settings):
         plan_configured(parse_config(bf16), gpu="h100", gpus=4)
 
 
+@pytest.mark.thorough
 def test_shapes_that_dtensor_infers_are_no_memory(settings):
     """It infers each once in a process, on whole tensors: a first plan is as a second."""
     config = settings(parallel={"tp": 2})

@@ -233,6 +233,7 @@ LATER = [("bf16", [-3, -2]), ("bf16", -6), ("fp8+activations", -1), ("fp8+activa
 @pytest.mark.parametrize(
     ("level", "layer"), [("bf16", -1), *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER)]
 )
+@pytest.mark.thorough
 def test_a_few_blocks_of_tower_and_decoder_stand_for_all(level, layer, monkeypatch):
     """Features may be those of any block; of one that a short tower does not have, the tower runs whole."""
     config = {
@@ -257,6 +258,7 @@ def test_a_few_blocks_of_tower_and_decoder_stand_for_all(level, layer, monkeypat
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.thorough
 def test_the_decoder_is_recomputed_in_copies_with_few_blocks(checkpointing):
     """Also where the short tower has as many blocks."""
     sizes = {"num_hidden_layers": 6}

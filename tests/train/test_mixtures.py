@@ -120,6 +120,7 @@ def test_a_mixed_epoch_has_every_document_once(extra, make_config, files):
     assert "75 % " in summary and "25 % " in summary and "120 sequences" in summary
 
 
+@pytest.mark.thorough
 def test_bitwise_resume_in_the_middle_of_a_streamed_mixed_epoch(make_config, files, tmp_path, monkeypatch):
     config = make_config(data=files | STREAMED, run={"steps": 12})
     run(config, out=tmp_path / "whole")
@@ -193,6 +194,7 @@ def test_bad_lines_deep_in_a_streamed_file_have_their_number(make_config, files,
             [loaded.row(0, sample) for sample in range(loaded.windows)]
 
 
+@pytest.mark.thorough
 def test_a_file_that_changes_before_a_resume(make_config, files, tmp_path):
     for name, extra in (("cached", {}), ("streamed", STREAMED)):
         path = tmp_path / "a" / "0.jsonl"

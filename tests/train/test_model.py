@@ -26,6 +26,7 @@ def tokenizer(make_config):
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
+@pytest.mark.thorough
 def test_attention_is_chosen(make_config, tokenizer, packing, tmp_path):
     def settings(name):
         own = {"type": "llama", "config": LLAMA, "attention": name}

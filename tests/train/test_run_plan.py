@@ -73,6 +73,7 @@ def test_the_plan_is_what_the_trainer_has(make_config, changes):
     assert plan.largest["gradients"] >= sum(p.nbytes for p in parameters)
 
 
+@pytest.mark.thorough
 def test_fused_kernels_are_planned_where_blocks_run_eagerly(make_config, monkeypatch):
     monkeypatch.setattr(trainer, "MIN_FUSED_NUMEL", 1)
 
@@ -292,6 +293,7 @@ def test_a_few_blocks_stand_for_all_that_no_group_of_parameters_tells_apart(make
     assert few.saved_by_layer == whole.saved_by_layer and few.saved_by_dtype == whole.saved_by_dtype
 
 
+@pytest.mark.thorough
 def test_selective_checkpointing_saves_what_it_holds(make_config):
     """Of each block the outputs of products and attention, and its input, where full checkpointing saves the input."""
     model = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 6}}

@@ -222,6 +222,7 @@ def losses(make_config, lines, tmp_path):
 SELECTIVE = {"parameters": "fp32", "checkpointing": "selective"}
 
 
+@pytest.mark.thorough
 def test_runs(losses):
     sample = {"every": 2, "prompts": ["a", "the cat"], "tokens": 3}
     expected, notes = losses("sdpa", sample=sample)
@@ -242,6 +243,7 @@ def test_runs(losses):
 @pytest.mark.parametrize(
     "backend", ["eager", *(pytest.param(b, marks=pytest.mark.slow) for b in ("aot_eager", "inductor"))]
 )
+@pytest.mark.thorough
 def test_compiled_blocks(losses, monkeypatch, backend):
     torch._dynamo.reset()
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)  # pytest keeps every graph as text
@@ -286,6 +288,7 @@ def test_stored_activations_are_exact_in_attention():
         assert all(map(torch.equal, before, after))
 
 
+@pytest.mark.thorough
 def test_plans(make_config, lines):
     length, rows = 1024, 2
 
