@@ -12,6 +12,7 @@ import octavo
 from octavo.activations import formulas
 from octavo.activations.detect import Activation, Glu, Norm, activation_of, spec_of
 from octavo.activations.verify import check_registered
+from support.gated import JointlyGatedMLP
 
 OF_FAMILY = {
     "gpt2": {"Norm", "Activation"},
@@ -30,6 +31,19 @@ def test_known_modules_compute_what_they_are_taken_for(family):
             check_registered(module, spec)
             kinds.add(type(spec).__name__)
     assert kinds >= OF_FAMILY.get(family, {"Norm", "Glu", "Activation"})
+
+
+class GateFirst(JointlyGatedMLP):
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+@pytest.mark.parametrize("kind", [JointlyGatedMLP, GateFirst])
+def test_a_gate_and_up_of_one_product_are_known_in_both_orders(kind):
+    spec = spec_of(kind())
+    assert isinstance(spec, Glu)
+    check_registered(kind(), spec)
 
 
 KNOWN = {
