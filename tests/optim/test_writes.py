@@ -12,7 +12,7 @@ from octavo.optim.states import master_values
 from tensors import ADAMW_BACKENDS
 
 # NumPy, on which Triton's interpreter runs, warns of operations on what is not finite.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+not_finite = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 by_backend = pytest.mark.parametrize("backend", ADAMW_BACKENDS)
 by_rounding = pytest.mark.parametrize("seed", [None, 5], ids=["to nearest", "at random"])
 STILL = HyperParams(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=3)
@@ -70,6 +70,7 @@ def test_split_and_rounded_copies_keep_any_value():
         assert torch.equal(exact_values(values.to(dtype), None, values).view(torch.int32), values.view(torch.int32))
 
 
+@not_finite
 @by_backend
 def test_a_step_keeps_what_is_not_finite_in_the_remainder(backend):
     values = patterns()
@@ -81,6 +82,7 @@ def test_a_step_keeps_what_is_not_finite_in_the_remainder(backend):
     assert torch.equal(state.param.isnan(), expected.isnan())
 
 
+@not_finite
 @by_backend
 @by_rounding
 def test_a_step_keeps_what_is_not_finite_in_a_bf16_parameter(backend, seed):
@@ -90,6 +92,7 @@ def test_a_step_keeps_what_is_not_finite_in_a_bf16_parameter(backend, seed):
     assert torch.equal(state.param.nan_to_num(7.0), values.nan_to_num(7.0))
 
 
+@not_finite
 @by_backend
 @by_rounding
 def test_a_step_keeps_what_is_not_finite_in_the_master_and_its_bf16_parameter(backend, seed):
@@ -98,6 +101,7 @@ def test_a_step_keeps_what_is_not_finite_in_the_master_and_its_bf16_parameter(ba
     assert alike(state.master, values) and torch.equal(state.param.isnan(), values.isnan())
 
 
+@not_finite
 @by_backend
 @pytest.mark.parametrize("mode", ["remainder", "at random", "to nearest"])
 def test_gradients_that_are_not_finite_make_the_parameter_nan(backend, mode):
@@ -109,6 +113,7 @@ def test_gradients_that_are_not_finite_make_the_parameter_nan(backend, mode):
         assert torch.equal(joined(state.param, state.remainder).isnan(), ~values.isfinite())
 
 
+@not_finite
 @pytest.mark.thorough
 @by_backend
 @by_rounding
