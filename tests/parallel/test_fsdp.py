@@ -179,8 +179,9 @@ def local(parameter):
 @on_ranks(2)
 def test_writes_to_weights_that_are_gathered_in_fp8(recipe, tmp_path):
     """Writes to shards that leave no trace in the DTensors' versions, and those to gathered weights, which raise."""
-    model, plain = parallelize(make(recipe), Parallel(fp8_comm="gather")), make(recipe)
-    weights, tokens = [getattr(block, name).weight for block in model.blocks for name in ("up", "down")], share(0, 0, 0)
+    model, off = (parallelize(make(recipe), Parallel(fp8_comm=comm)) for comm in ("gather", "off"))
+    plain, tokens, blocks = make(recipe), share(0, 0, 0), [*model.blocks, *off.blocks]
+    weights = [getattr(block, name).weight for block in blocks for name in ("up", "down")]
     saved = {name: value.full_tensor() * 8 for name, value in model.state_dict().items()}
     dcp.save({name: value * 8 for name, value in model.state_dict().items()}, checkpoint_id=tmp_path)
     loss_of(model, tokens).backward()
@@ -189,7 +190,7 @@ def test_writes_to_weights_that_are_gathered_in_fp8(recipe, tmp_path):
             for weight in weights:
                 write(weight)
             plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
-            assert torch.equal(model(tokens), plain(tokens))
+            assert torch.equal(model(tokens), plain(tokens)) and torch.equal(off(tokens), plain(tokens))
     dcp.load(state := model.state_dict(), checkpoint_id=tmp_path)
     plain.load_state_dict(saved)
     assert torch.equal(model(tokens), plain(tokens)) and state
