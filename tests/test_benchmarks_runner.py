@@ -143,6 +143,7 @@ def test_shapes_are_sets_or_sizes():
             shapes.of(wrong)
 
 
+@pytest.mark.thorough
 def test_a_failing_row_is_kept_and_the_next_runs(linears):
     linears.attempt({"arm": "broken"}, lambda: 1 / 0)
     linears.attempt({"arm": "good"}, lambda: {"kernel_ms": 1.0})
@@ -159,6 +160,7 @@ def test_resuming_leaves_out_what_took_the_process_down(linears):
     assert "crashed or hung" in linears.rows[1]["error"] and linears.facts["ceilings"] == {"copy_tbs": 9.0}
 
 
+@pytest.mark.thorough
 def test_only_the_parts_asked_for_run(linears):
     linears.only = ["product", "4096"]
     identities = [

@@ -272,6 +272,7 @@ class Twice(nn.Module):
         return x
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("make", "traced"), [(Pairs, None), (Twice, 2), (partial(Twice, numbered=True), 8)])
 def test_stacks_that_run_together_are_followed_whole(make, traced):
     plans = [octavo.plan(make(), torch.zeros(512, 64), device=FAST)]

@@ -142,6 +142,7 @@ def test_the_way_back_is_before_the_rise_and_further_if_it_comes_back(tmp_path):
     assert guard.checkpoint_before(tmp_path, spike(90, 94)).name == "step-000020"  # another one, long after
 
 
+@pytest.mark.thorough
 def test_a_run_goes_back_and_around(make_config, tmp_path):
     config, recorder = make_config(**GUARDED), Recorder()
     with harder(LASTING):

@@ -110,6 +110,7 @@ def test_exact_match_is_that_of_greedy_decoding(task):
     assert metrics[EXACT_MATCH] == 4 / 6 and metrics["loss"] > 0
 
 
+@pytest.mark.thorough
 def test_held_out_metrics_that_are_not_finite(task, tmp_path, monkeypatch):
     """As of a model that overflows on held-out images alone; the run goes on to its end."""
     monkeypatch.setattr(ImageTextTask, "evaluate", lambda *_: {EXACT_MATCH: 0.5, "loss": float("nan")})

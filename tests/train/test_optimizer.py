@@ -365,6 +365,7 @@ def test_it_is_the_average_of_the_masters(precision, make_config, tmp_path, monk
         torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_evaluation_and_export_of_the_average(make_config, tmp_path):
     level = {"level": "fp8+activations+optimizer"}
     sections = {"precision": level, "eval": {"fraction": 0.3, "every": 3}, "model": ONE_BLOCK}

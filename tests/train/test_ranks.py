@@ -252,6 +252,7 @@ def test_an_error_while_all_ranks_are_alive_is_no_lost_rank(action):
     assert time.monotonic() - start < GRACE_SECONDS
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 def test_a_rank_that_leaves_is_gone():
     expected = pytest.raises(ValueError if dist.get_rank() == 1 else LostRankError)

@@ -25,6 +25,7 @@ def steps_of(out):
     return sorted({row.step for row in read_statistics(out)})
 
 
+@pytest.mark.thorough
 def test_rows_of_sampled_steps_and_nothing_else_changes(make_config, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
