@@ -314,6 +314,24 @@ def promoted_products_launch_their_warps_and_the_loader():
     return failed
 
 
+def a_cold_start_compiles_few_kernels():
+    """Each takes about half a second of one core, before the first step of a run on a machine without a cache."""
+    from benchmarks.host.measure import NormedBlock
+
+    import octavo
+    from octavo.kernels.adamw import ADAMW, CASE
+
+    compiled = []
+    triton.knobs.runtime.jit_cache_hook = lambda key, fn, **_: compiled.append(fn.name)  # also of those in the cache
+    block = octavo.convert(NormedBlock(), "rowwise", activations="fp8", device="cpu", verbose=False)
+    block(torch.zeros(16, 16, dtype=torch.bfloat16).requires_grad_()).sum().backward()
+    counts = {"step": len(compiled)}
+    ADAMW.run_probe(ADAMW.backends["triton"], torch.device("cpu"), CASE)  # of outputs that nothing wrote
+    counts["probe"] = len(compiled) - counts["step"]
+    triton.knobs.runtime.jit_cache_hook = None
+    return [] if counts == {"step": 15, "probe": 2} else [f"{counts}: {compiled}"]
+
+
 if __name__ == "__main__":
     checks = {name: globals()[name] for name in sys.argv[1:]}
     print(json.dumps({name: check() for name, check in checks.items()}))
