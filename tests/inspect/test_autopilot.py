@@ -132,7 +132,7 @@ def test_one_batch_moves_no_layer_for_good():
     pilot = Autopilot(model)
     suspected(pilot, row(underflow=0.9), tensorwise=0.5, rowwise=0.1)
     assert not pilot.act([row(recipe="rowwise")], {DOWN: {"rowwise": 0.1}}) and not pilot.should_repeat  # once more
-    assert pilot.needs_sample and pilot.measures == {DOWN: [octavo.numerics.recipe.TENSORWISE]}
+    assert pilot.needs_sample and pilot.measures == {DOWN: [octavo.RECIPES["tensorwise"]]}
     (move,) = pilot.act([row(recipe="rowwise", step=8)], {DOWN: {"tensorwise": 0.1}})
     assert str(move).endswith("rowwise → tensorwise (the next batch is not harmed, product error 0.1)") and move.back
     assert recipes(model)[DOWN] == "tensorwise" and not pilot.should_repeat and not pilot.needs_sample

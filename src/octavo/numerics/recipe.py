@@ -8,11 +8,11 @@ Row scales of X ≈ diag(a) Xq and W ≈ diag(b) Wq vary along what backward con
 quantizes G, so one FP8 copy of X and one of W serve all three products (docs/numerics.md).
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from octavo.numerics.formats import E5M2
-from octavo.numerics.spec import COLUMN, ROW, TENSOR, Granularity, QuantSpec, ScaleRule
+from octavo.numerics.spec import COLUMN, ROW, TENSOR, QuantSpec
 from octavo.numerics.suggestions import nearest
 
 
@@ -95,7 +95,7 @@ class Recipe:
     @property
     def specs(self) -> dict[str, QuantSpec | None]:
         """Specs of the operands, by field."""
-        return {name: getattr(self, name) for name in ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")}
+        return {name: getattr(self, name) for name in _OPERANDS}
 
     @property
     def pairs(self) -> list[tuple[QuantSpec, QuantSpec]]:
@@ -116,8 +116,8 @@ class Recipe:
         return Recipe(**read)
 
 
+_OPERANDS = ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
 _OPTIONAL = ("equalization", "weight_only")  # Fields that `to_json` omits if zero or False
-
 
 _WEIGHT_ONLY, _EQUALIZED = "_weight_only", "_equalized"
 DERIVED = (_WEIGHT_ONLY, _EQUALIZED)  # Ends of the names of recipes that are made from others
@@ -174,58 +174,42 @@ def weight_only(recipe: "str | Recipe") -> Recipe:
     return replace(recipe, name=f"{recipe.name}{_WEIGHT_ONLY}", weight_only=True)
 
 
-def _two_directions(
-    name: str, *, x: Granularity, w: Granularity, w_t: Granularity, rule: ScaleRule, note: str
-) -> Recipe:
-    """Return a recipe with scales that vary along the contraction, so each operand is quantized per direction."""
-
-    def spec(granularity: Granularity) -> QuantSpec:
-        return QuantSpec(granularity=granularity, scale_rule=rule)
-
-    x_t = Granularity(x.columns, x.rows)
-    return Recipe(
-        name=name, x=spec(x), w=spec(w), dgrad_g=spec(x), dgrad_w=spec(w_t), wgrad_g=spec(x_t), wgrad_x=spec(x_t),
-        note=note,
-    )  # fmt: skip
+def _named(name: str, note: str, specs: Sequence[str | None], equalization: int = 0) -> Recipe:
+    fields = dict(zip(_OPERANDS, specs, strict=True))
+    return Recipe.from_json(fields | {"name": name, "note": note, "equalization": equalization})
 
 
-_E4M3_TENSOR = QuantSpec(granularity=TENSOR)
-_E4M3_ROW = QuantSpec(granularity=ROW)
-_E4M3_COLUMN = QuantSpec(granularity=COLUMN)
-_E5M2_TENSOR = QuantSpec(format=E5M2, granularity=TENSOR)
-_B1x128, _B128x128 = Granularity(1, 128), Granularity(128, 128)
-_B1x32, _B32x1 = Granularity(1, 32), Granularity(32, 1)
-
-TENSORWISE = Recipe(
-    name="tensorwise", x=_E4M3_TENSOR, w=_E4M3_TENSOR, dgrad_g=_E5M2_TENSOR, dgrad_w=_E4M3_TENSOR, wgrad_g=_E5M2_TENSOR,
-    wgrad_x=_E4M3_TENSOR, note="one scale per tensor, e5m2 gradients: the default of ColossalAI and torchao",
+_ROWS = ("e4m3/row", "e4m3/row", "e4m3/row", "e4m3/row", "e4m3/column", "e4m3/row")
+_NAMED = (
+    _named(
+        "rowwise",
+        "one scale per row, folded into G for the backward products: one FP8 copy per tensor (default)", _ROWS,
+    ),
+    _named(
+        "tensorwise", "one scale per tensor, e5m2 gradients: the default of ColossalAI and torchao",
+        ("e4m3/tensor", "e4m3/tensor", "e5m2/tensor", "e4m3/tensor", "e5m2/tensor", "e4m3/tensor"),
+    ),
+    _named(
+        "rowwise_equalized", "as rowwise, channels of X and W equalized: for outlier channels, at the same cost", _ROWS,
+        equalization=50,
+    ),
+    _named(
+        "rowwise_hp_wgrad",
+        "as rowwise, weight gradients in high precision; keeps X in high precision, so frees no memory",
+        (*_ROWS[:4], None, None),
+    ),
+    # Of these two scales vary along the contraction, so each operand is quantized per direction.
+    _named(
+        "blockwise", "1×128 activations and gradients, 128×128 weights, as DeepSeek-V3 (arXiv 2412.19437)",
+        ("e4m3/1x128", "e4m3/128x128", "e4m3/1x128", "e4m3/128x128", "e4m3/128x1", "e4m3/128x1"),
+    ),
+    _named(
+        "mxfp8", "groups of 32 with one-byte power-of-two scales (OCP MX), native on Blackwell",
+        ("e4m3/1x32/e8m0", "e4m3/1x32/e8m0", "e4m3/1x32/e8m0", "e4m3/32x1/e8m0", "e4m3/32x1/e8m0", "e4m3/32x1/e8m0"),
+    ),
 )  # fmt: skip
-ROWWISE = Recipe(
-    name="rowwise", x=_E4M3_ROW, w=_E4M3_ROW, dgrad_g=_E4M3_ROW, dgrad_w=_E4M3_ROW, wgrad_g=_E4M3_COLUMN,
-    wgrad_x=_E4M3_ROW,
-    note="one scale per row, folded into G for the backward products: one FP8 copy per tensor (default)",
-)  # fmt: skip
-ROWWISE_HP_WGRAD = Recipe(
-    name="rowwise_hp_wgrad", x=_E4M3_ROW, w=_E4M3_ROW, dgrad_g=_E4M3_ROW, dgrad_w=_E4M3_ROW, wgrad_g=None, wgrad_x=None,
-    note="as rowwise, weight gradients in high precision; keeps X in high precision, so frees no memory",
-)  # fmt: skip
-BLOCKWISE = _two_directions(
-    "blockwise", x=_B1x128, w=_B128x128, w_t=_B128x128, rule="amax",
-    note="1×128 activations and gradients, 128×128 weights, as DeepSeek-V3 (arXiv 2412.19437)",
-)  # fmt: skip
-MXFP8 = _two_directions(
-    "mxfp8", x=_B1x32, w=_B1x32, w_t=_B32x1, rule="e8m0",
-    note="groups of 32 with one-byte power-of-two scales (OCP MX), native on Blackwell",
-)  # fmt: skip
-
-ROWWISE_EQUALIZED = replace(
-    ROWWISE, name="rowwise_equalized",
-    note="as rowwise, channels of X and W equalized: for outlier channels, at the same cost", equalization=50,
-)  # fmt: skip
-
-_NAMED = (ROWWISE, TENSORWISE, ROWWISE_EQUALIZED, ROWWISE_HP_WGRAD, BLOCKWISE, MXFP8)
 RECIPES = {recipe.name: recipe for recipe in _NAMED}
-DEFAULT = ROWWISE
+DEFAULT = RECIPES["rowwise"]
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:

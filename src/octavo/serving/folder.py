@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo._version import __version__
-from octavo.numerics.recipe import BLOCKWISE, MXFP8, RECIPES, ROWWISE, Recipe
+from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.suggestions import listed, nearest
 
 
@@ -123,14 +123,15 @@ def _fine_grained(ignore: Sequence[str]) -> dict[str, Any]:
 
 _NAMED = (
     ExportLayout(
-        name="fp8-row", recipe=ROWWISE, scale_name="weight_scale", multiple=1,
+        name="fp8-row", recipe=RECIPES["rowwise"], scale_name="weight_scale", multiple=1,
         quantization_config=partial(_compressed_tensors, "float-quantized", _ROWS, _TOKENS),
     ),
     ExportLayout(
-        name="fp8-block", recipe=BLOCKWISE, scale_name="weight_scale_inv", multiple=1, quantization_config=_fine_grained
+        name="fp8-block", recipe=RECIPES["blockwise"], scale_name="weight_scale_inv", multiple=1,
+        quantization_config=_fine_grained,
     ),
     ExportLayout(
-        name="mxfp8", recipe=MXFP8, scale_name="weight_scale", multiple=32,
+        name="mxfp8", recipe=RECIPES["mxfp8"], scale_name="weight_scale", multiple=32,
         quantization_config=partial(_compressed_tensors, "mxfp8-quantized", _GROUPS, _GROUPS),
     ),
 )  # fmt: skip
