@@ -30,10 +30,10 @@ class Call:
 
     def __init__(self, case: Case, shape: Shape | None = None) -> None:
         self._case, self._shape = case, shape
-        self._backend: Backend | None = None
+        self._backend: Backend[Any] | None = None
         self._plan: Any = None
 
-    def plan(self, op: Op, device: torch.device, *arguments: object) -> Any:
+    def plan(self, op: Op[Any], device: torch.device, *arguments: object) -> Any:
         """Return the plan of the backend that the registry chooses now; None if that backend makes no plans."""
         backend = op.choose(device, self._case, self._shape)
         if backend is not self._backend:

@@ -71,8 +71,7 @@ class _AfterImport:
             _register_flops(module, *_FLOPS)
 
         spec.loader.exec_module = execute_and_register
-        found: ModuleSpec = spec
-        return found
+        return spec  # type: ignore[no-any-return]
 
 
 if _COUNTER not in sys.modules:

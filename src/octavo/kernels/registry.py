@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -26,11 +26,14 @@ Case = tuple[str, ...]  # Texts of an op's specs (and the layout of a product), 
 Shape = tuple[int, ...]  # Rows and columns of a matrix, or m, n, k of a product, which determine the fastest backend
 
 
+T = TypeVar("T")  # What an op returns
+
+
 @dataclass(frozen=True, kw_only=True)
-class Backend:
+class Backend(Generic[T]):
     name: str  # Such as `"triton"`; `"reference"` supports every case on every device
     # Implementation, of one signature in all backends of the op, plus an index `config` if it has configurations.
-    run: Callable[..., Any]
+    run: Callable[..., T]
     # With the same arguments, returns what runs calls like this one repeatedly (`octavo.kernels.direct`), or None for
     # those without a plan; None for a backend without plans.
     plan: Callable[..., Any] | None = None
@@ -40,7 +43,7 @@ class Backend:
     trials: Callable[[torch.device, Case, int | None], Sequence[tuple[int, Shape]]] = lambda device, case, config: ()
     emulates: bool = False  # Whether it computes FP8 products without FP8 matrix units
 
-    def configured(self, config: int | None) -> "Backend":
+    def configured(self, config: int | None) -> "Backend[T]":
         """Return the backend with one of its configurations; itself for None."""
         if config is None:
             return self
@@ -52,23 +55,26 @@ class Backend:
         )  # fmt: skip
 
 
+Probe = Callable[[Backend[Any], torch.device, Case], str | None]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Op:
+class Op(Generic[T]):
     """An operation with its backends."""
 
     name: str  # Name in `torch.ops.octavo`
     cases: dict[str, Case]  # Cases that `status` shows, by label
     # Runs a backend on a tiny input of a case on a device; returns None if it agrees with `reference`, else the
     # difference. An exception counts as a failure.
-    probe: Callable[[Backend, torch.device, Case], str | None]
+    probe: Probe
     # By name, in order of preference; `reference` is always the last.
-    backends: dict[str, Backend] = field(default_factory=dict)
-    _chosen: dict[tuple[torch.device, Case], Backend] = field(default_factory=dict)
-    _measured: dict[tuple[torch.device, Case, Shape], Backend] = field(default_factory=dict)
+    backends: dict[str, Backend[T]] = field(default_factory=dict)
+    _chosen: dict[tuple[torch.device, Case], Backend[T]] = field(default_factory=dict)
+    _measured: dict[tuple[torch.device, Case, Shape], Backend[T]] = field(default_factory=dict)
     _probe_results: dict[tuple[str, torch.device, Case], str | None] = field(default_factory=dict)
-    _forced: list[Backend] = field(default_factory=list)
+    _forced: list[Backend[T]] = field(default_factory=list)
 
-    def choose(self, device: torch.device, case: Case, shape: Shape | None = None) -> Backend:
+    def choose(self, device: torch.device, case: Case, shape: Shape | None = None) -> Backend[T]:
         """Return the backend for a case on a device; for a measured shape, the fastest available one."""
         if self._forced:
             return self._forced[-1]
@@ -82,7 +88,7 @@ class Op:
                 self._warn_if_emulated(chosen, device, case)
         return chosen
 
-    def _fastest(self, device: torch.device, case: Case, shape: Shape) -> Backend:
+    def _fastest(self, device: torch.device, case: Case, shape: Shape) -> Backend[T]:
         chosen = self.choose(device, case)
         best = calibration.best(device, self.name, case, shape)
         if best is not None and best.backend in self.backends:
@@ -96,7 +102,7 @@ class Op:
             self._measured[device, case, shape] = chosen
         return chosen
 
-    def unavailable_reason(self, backend: Backend, device: torch.device, case: Case) -> str | None:
+    def unavailable_reason(self, backend: Backend[T], device: torch.device, case: Case) -> str | None:
         """Return why a backend is unavailable for a case on a device, or None. Probes once: `probe_cache`."""
         key = (backend.name, device, case)
         if key not in self._probe_results:
@@ -131,10 +137,10 @@ class Op:
             self._forced.pop()
             CHOICES.changes += 1
 
-    def _in_order(self) -> list[Backend]:
+    def _in_order(self) -> list[Backend[T]]:
         return sorted(self.backends.values(), key=lambda backend: backend.name == "reference")
 
-    def run_probe(self, backend: Backend, device: torch.device, case: Case) -> str | None:
+    def run_probe(self, backend: Backend[T], device: torch.device, case: Case) -> str | None:
         """Probe a backend; return the difference from `reference` or the exception as text, or None if it agrees."""
         try:
             with unset_fake_temporarily(), torch.no_grad():
@@ -145,7 +151,7 @@ class Op:
             message = str(error).strip() or "no message"
             return f"{type(error).__name__}: {message.splitlines()[0]}"
 
-    def _warn_if_emulated(self, chosen: Backend, device: torch.device, case: Case) -> None:
+    def _warn_if_emulated(self, chosen: Backend[T], device: torch.device, case: Case) -> None:
         *others, _ = self._in_order()
         if device.type == "cuda" and chosen.name == "reference" and others:
             reasons = "; ".join(f"{b.name}: {self.unavailable_reason(b, device, case)}" for b in others)
@@ -169,7 +175,7 @@ def triton_unsupported(device: torch.device, case: Case) -> str | None:
     return None if find_spec("triton") else "Triton is not installed"
 
 
-def triton_backend(function: str, plan: str | None = None, **options: Any) -> Backend:
+def triton_backend(function: str, plan: str | None = None, **options: Any) -> Backend[Any]:
     """Return the backend of a function such as `"quantize.triton:quantize"`; importing octavo imports no Triton."""
     module = f"octavo.kernels.{function.partition(':')[0]}"
     options.setdefault("unsupported_reason", triton_unsupported)
@@ -206,26 +212,27 @@ class OpStatus:
     reason: str  # Why it is unavailable; empty if it is available
 
 
-OPS: dict[str, Op] = {}
+OPS: dict[str, Op[Any]] = {}
 
 
 def register(
-    name: str, cases: dict[str, Case], probe: Callable[[Backend, torch.device, Case], str | None], *backends: Backend,
-    reference: Callable[..., Any], emulates: bool = False,
-) -> Op:  # fmt: skip
+    name: str, cases: dict[str, Case], probe: Probe, *backends: Backend[Any], reference: Callable[..., T],
+    emulates: bool = False,
+) -> Op[T]:  # fmt: skip
     """Add an op with its backends, in order of preference, and its reference."""
     last = Backend(name="reference", run=reference, emulates=emulates)
-    OPS[name] = Op(name=name, cases=cases, probe=probe, backends={b.name: b for b in (*backends, last)})
-    return OPS[name]
+    op = Op[T](name=name, cases=cases, probe=probe, backends={b.name: b for b in (*backends, last)})
+    OPS[name] = op
+    return op
 
 
 def same_bytes(
     reference: Callable[..., Any], inputs: Callable[[torch.device, Case], Iterable[tuple[Any, ...]]],
     names: Sequence[str] = (),
-) -> Callable[[Backend, torch.device, Case], str | None]:  # fmt: skip
+) -> Probe:  # fmt: skip
     """Return a probe that compares a backend with `reference` byte for byte on some inputs; `names`: of outputs."""
 
-    def probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+    def probe(backend: Backend[Any], device: torch.device, case: Case) -> str | None:
         for call in inputs(device, case):
             if mismatch := difference(listed(reference(*call)), listed(backend.run(*call)), names):
                 # The dtype of the result where a call names it, or that of the input.
@@ -245,6 +252,5 @@ def status(device: torch.device | str) -> list[OpStatus]:
             chosen = op.choose(device, case)
             for backend in op._in_order():
                 reason, is_chosen = op.unavailable_reason(backend, device, case), backend.name == chosen.name
-                row = f"{op.name} {label}", backend.name, reason is None, is_chosen, reason or ""
-                rows.append(OpStatus(*row))
+                rows.append(OpStatus(f"{op.name} {label}", backend.name, reason is None, is_chosen, reason or ""))
     return rows

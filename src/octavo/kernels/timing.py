@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from octavo.kernels import timing
 from octavo.kernels.calibration import Entry
 from octavo.kernels.gemm import SCALED_MM, UNIT_SCALE, cases_of
 from octavo.kernels.quantize import quantize
@@ -158,25 +158,25 @@ BF16_CASES: dict[str, Case] = {  # Cases by product; layouts as in `octavo.kerne
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemm(timing.TimingTask):
+class Gemm(TimingTask):
     """One product to measure; its case is that of the registry, or one of `BF16_CASES`."""
 
     def rate(self, microseconds: float) -> str:
         return f"{2 * math.prod(self.shape) / microseconds / 1e6:.0f} TFLOP/s"
 
-    def candidates(self, device: torch.device) -> Iterator[timing.Candidate]:
+    def candidates(self, device: torch.device) -> Iterator[Candidate]:
         """Return every backend and configuration; of a bf16 product, PyTorch's."""
         if self.op == MATMUL:
-            yield "torch", ("torch", None), lambda: timing.cycled(torch.mm, _bf16_operands(self, device))
+            yield "torch", ("torch", None), lambda: cycled(torch.mm, _bf16_operands(self, device))
             return
         operands, (*_, layout) = _operands(self, device), self.case
 
-        def prepare(backend: Backend, config: int | None) -> str | list[timing.TimedCall]:
+        def prepare(backend: Backend[Tensor], config: int | None) -> str | list[TimedCall]:
             configured = backend.configured(config)
             reason = SCALED_MM.unavailable_reason(backend, device, self.case)
             if reason is None and config is not None:
                 reason = SCALED_MM.run_probe(configured, device, self.case)
-            return reason or timing.cycled(_prepared(configured, *operands[0], layout), operands)
+            return reason or cycled(_prepared(configured, *operands[0], layout), operands)
 
         for label, backend, config in _candidates(device, self.case):
             yield label, (backend.name, config), partial(prepare, backend, config)
@@ -199,12 +199,12 @@ def _gemms(op: str, name: str, cases: Mapping[str, Case], shapes: list[tuple[int
     return products
 
 
-def _bf16_operands(product: Gemm, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _bf16_operands(product: Gemm, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Return copies of random operands, together larger than L2."""
     (m, n, k), (*_, layout) = product.shape, product.case
-    copies = max(1, min(timing.CALLS, timing.cache_bytes(device) // (m * k + n * k) + 1))
+    copies = max(1, min(CALLS, cache_bytes(device) // (m * k + n * k) + 1))
 
-    def operand(rows: int, columns: int, transposed: bool) -> torch.Tensor:
+    def operand(rows: int, columns: int, transposed: bool) -> Tensor:
         stored = torch.randn((columns, rows) if transposed else (rows, columns), device=device, dtype=torch.bfloat16)
         return stored.t() if transposed else stored
 
@@ -212,7 +212,7 @@ def _bf16_operands(product: Gemm, device: torch.device) -> list[tuple[torch.Tens
 
 
 def _prepared(
-    backend: Backend, a: ScaledTensor, b: ScaledTensor, layout: str
+    backend: Backend[Tensor], a: ScaledTensor, b: ScaledTensor, layout: str
 ) -> Callable[[ScaledTensor, ScaledTensor], object]:
     """Return what a linear in training calls for operands like these: the backend's plan, if it makes plans."""
     options = layout, torch.bfloat16, None, layout == "nt"
@@ -222,7 +222,7 @@ def _prepared(
     return lambda a, b: plan(a.data, b.data, a.scale, b.scale, None)
 
 
-def _candidates(device: torch.device, case: Case) -> Iterator[tuple[str, Backend, int | None]]:
+def _candidates(device: torch.device, case: Case) -> Iterator[tuple[str, Backend[Tensor], int | None]]:
     """Every backend that does not emulate FP8, in every configuration that supports the case."""
     for name, backend in SCALED_MM.backends.items():
         if name in ("triton", "triton_plain") and find_spec("triton"):
@@ -246,6 +246,6 @@ def _operands(product: Gemm, device: torch.device) -> list[tuple[ScaledTensor, S
         data = quantized.data if row_major else quantized.data.t().contiguous().t()
         operands.append(ScaledTensor(data, None if text == UNIT_SCALE else quantized.scale, quantized.spec))
     a, b = operands
-    copies = max(1, min(timing.CALLS, 2 * timing.cache_bytes(device) // (a.data.numel() + b.data.numel())))
+    copies = max(1, min(CALLS, 2 * cache_bytes(device) // (a.data.numel() + b.data.numel())))
     cloned = ((replace(a, data=a.data.clone()), replace(b, data=b.data.clone())) for _ in range(copies - 1))
     return [(a, b), *cloned]

@@ -57,13 +57,11 @@ ADAPTIVE_DEQUANTIZE = register(
 
 
 def _run_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scale = ADAPTIVE_QUANTIZE.choose(x.device, CASE).run(x)
-    return codes, scale
+    return ADAPTIVE_QUANTIZE.choose(x.device, CASE).run(x)
 
 
 def _run_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    result: Tensor = ADAPTIVE_DEQUANTIZE.choose(codes.device, CASE).run(codes, scale, dtype)
-    return result
+    return ADAPTIVE_DEQUANTIZE.choose(codes.device, CASE).run(codes, scale, dtype)
 
 
 def _fake_quantize(x: Tensor) -> tuple[Tensor, Tensor]:

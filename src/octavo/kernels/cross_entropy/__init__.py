@@ -57,7 +57,7 @@ def reference(logits: Tensor, target: Tensor, ignore_index: int, scale: float, s
     return loss
 
 
-def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+def _probe(backend: Backend[Tensor], device: torch.device, case: Case) -> str | None:
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(6, 5000, generator=generator, device="cpu", dtype=torch.float32).mul(3).to(device, DTYPES[case[0]])
     target = torch.tensor([0, 4999, -100, 7, 4096, 4095], device=device)
@@ -80,8 +80,7 @@ CROSS_ENTROPY = register(
 
 def _run(logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None) -> Tensor:
     backend = CROSS_ENTROPY.choose(logits.device, (str(logits.dtype).removeprefix("torch."),))
-    loss: Tensor = backend.run(logits, target, ignore_index, scale, softcap)
-    return loss
+    return backend.run(logits, target, ignore_index, scale, softcap)
 
 
 _CROSS_ENTROPY = define(

@@ -53,8 +53,7 @@ DEQUANTIZE = register(
 
 
 def _run(data: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
-    result: Tensor = DEQUANTIZE.choose(data.device, (spec,)).run(data, scale, QuantSpec.parse(spec), dtype)
-    return result
+    return DEQUANTIZE.choose(data.device, (spec,)).run(data, scale, QuantSpec.parse(spec), dtype)
 
 
 _DEQUANTIZE = define("dequantize", _run, lambda data, scale, spec, dtype: data.new_empty(data.shape, dtype=dtype))

@@ -71,14 +71,11 @@ GLU_BACKWARD = register(
 
 
 def _run(gate: Tensor, up: Tensor, activation: str, spec: str, order: str) -> list[Tensor]:
-    backend = GLU.choose(gate.device, (activation, spec))
-    outputs: list[Tensor] = backend.run(gate, up, activation, optional_spec(spec), order)
-    return outputs
+    return GLU.choose(gate.device, (activation, spec)).run(gate, up, activation, optional_spec(spec), order)
 
 
 def _run_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool) -> list[Tensor]:
-    outputs: list[Tensor] = GLU_BACKWARD.choose(gate.device, (activation,)).run(grad, gate, up, activation, joined)
-    return outputs
+    return GLU_BACKWARD.choose(gate.device, (activation,)).run(grad, gate, up, activation, joined)
 
 
 def _fake_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool) -> list[Tensor]:

@@ -129,12 +129,12 @@ RMS_NORM_BACKWARD, LAYER_NORM_BACKWARD = (
 
 def _run_rms_norm(x: Tensor, weight: Tensor, eps: float, add_unit_offset: bool, spec: str, order: str) -> list[Tensor]:
     backend = RMS_NORM.choose(x.device, ("rms_norm", spec))
-    return list(backend.run(x, weight, None, eps, add_unit_offset, False, optional_spec(spec), order))
+    return backend.run(x, weight, None, eps, add_unit_offset, False, optional_spec(spec), order)
 
 
 def _run_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, spec: str, order: str) -> list[Tensor]:
     backend = LAYER_NORM.choose(x.device, ("layer_norm", spec))
-    return list(backend.run(x, weight, bias, eps, False, True, optional_spec(spec), order))
+    return backend.run(x, weight, bias, eps, False, True, optional_spec(spec), order)
 
 
 def _fake_norm(x: Tensor, center: bool, spec: str, order: str) -> list[Tensor]:
@@ -145,13 +145,11 @@ def _fake_norm(x: Tensor, center: bool, spec: str, order: str) -> list[Tensor]:
 def _run_rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add_unit_offset: bool
 ) -> list[Tensor]:
-    backend = RMS_NORM_BACKWARD.choose(x.device, ("rms_norm",))
-    return list(backend.run(grad, x, weight, rstd, None, add_unit_offset, False))
+    return RMS_NORM_BACKWARD.choose(x.device, ("rms_norm",)).run(grad, x, weight, rstd, None, add_unit_offset, False)
 
 
 def _run_layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> list[Tensor]:
-    backend = LAYER_NORM_BACKWARD.choose(x.device, ("layer_norm",))
-    return list(backend.run(grad, x, weight, rstd, mean, False, True))
+    return LAYER_NORM_BACKWARD.choose(x.device, ("layer_norm",)).run(grad, x, weight, rstd, mean, False, True)
 
 
 def _fake_backward(*operands: Tensor) -> list[Tensor]:

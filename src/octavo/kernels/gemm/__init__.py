@@ -135,7 +135,7 @@ def cases_of(recipe: Recipe) -> dict[str, Case]:
     return cases
 
 
-def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+def _probe(backend: Backend[Tensor], device: torch.device, case: Case) -> str | None:
     """Compare the products of a linear with `reference` within bf16 rounding; no size is a multiple of 16."""
     # The tiny product has fewer tiles than a GPU has multiprocessors; the backend's `trials` have more.
     layout = case[2]
@@ -162,7 +162,7 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
 
 
 def _plan_differs(
-    backend: Backend, a: ScaledTensor, b: ScaledTensor, layout: str, expected: Tensor, bias: Tensor | None
+    backend: Backend[Tensor], a: ScaledTensor, b: ScaledTensor, layout: str, expected: Tensor, bias: Tensor | None
 ) -> str | None:
     """Compare a backend's plan with its ordinary call: the first calls of a plan prepare what later ones launch."""
     if backend.plan is None or a.data.device.type not in GPU_TYPES:
@@ -250,17 +250,14 @@ def _run(
     left = ScaledTensor(a, a_scale, QuantSpec.parse(a_spec))
     right = ScaledTensor(b, b_scale, QuantSpec.parse(b_spec))
     backend = SCALED_MM.choose(a.device, _case(left, right, layout), _shape(a, b, layout))
-    result: Tensor = backend.run(left, right, layout, out_dtype, bias, fast_accum)
-    return result
+    return backend.run(left, right, layout, out_dtype, bias, fast_accum)
 
 
 def _fake(
     a: Tensor, a_scale: object, a_spec: str, b: Tensor, b_scale: object, b_spec: str, layout: str,
     out_dtype: torch.dtype, *options: object,
 ) -> Tensor:  # fmt: skip
-    rows = a.shape[1] if layout[0] == "t" else a.shape[0]
-    columns = b.shape[0] if layout[1] == "t" else b.shape[1]
-    return a.new_empty((rows, columns), dtype=out_dtype)
+    return a.new_empty(_shape(a, b, layout)[:2], dtype=out_dtype)
 
 
 def _flops(

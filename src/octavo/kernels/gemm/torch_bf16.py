@@ -49,12 +49,10 @@ def scaled_mm(
     y = _matmul(widen(left.data, torch.bfloat16), widen(right.data, torch.bfloat16))
     if left.scale is None and right.scale is None and bias is None:
         return y
-    one = torch.ones(1, 1, device=y.device, dtype=torch.float32)
-    row_scale = one if left.scale is None else left.expanded_scale()
-    column_scale = one if right.scale is None else right.expanded_scale()
+    rows, columns = (None if operand.scale is None else operand.expanded_scale() for operand in (left, right))
     for chunk in row_chunks((y.shape[0], y.shape[1])):
         sums = y[chunk].float()
-        scale_sums(sums, row_scale[chunk] if row_scale.shape[0] > 1 else row_scale, column_scale)
+        scale_sums(sums, rows if rows is None or rows.shape[0] == 1 else rows[chunk], columns)
         y[chunk].copy_(sums if bias is None else sums.add_(bias))
     return y
 

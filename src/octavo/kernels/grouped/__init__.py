@@ -113,7 +113,7 @@ def random_operands(
     return a, b, offsets, bias.to(device, torch.bfloat16)
 
 
-def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+def _probe(backend: Backend[Tensor], device: torch.device, case: Case) -> str | None:
     """Compare grouped products with `reference` within bf16 rounding: no rows, one row, odd counts, odd sizes."""
     for counts, n, k in (([5, 0, 1, 33], 70, 167), ([300, 17, 0, 190], 272, 384)):
         a, b, offsets, bias = random_operands(case, counts, n, k, device)
@@ -146,9 +146,7 @@ def _run(
     left = ScaledTensor(a, a_scale, QuantSpec.parse(a_spec))
     right = ScaledTensor(b, b_scale, QuantSpec.parse(b_spec))
     case = a_spec, UNIT_SCALE if b_scale is None else b_spec, layout, "" if bias is None else "bias"
-    backend = GROUPED_MM.choose(a.device, case)
-    result: Tensor = backend.run(left, right, offsets, layout, out_dtype, bias, fast_accum)
-    return result
+    return GROUPED_MM.choose(a.device, case).run(left, right, offsets, layout, out_dtype, bias, fast_accum)
 
 
 def _fake(

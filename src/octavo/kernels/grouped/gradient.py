@@ -87,7 +87,7 @@ def reference(
 _ONE_SCALE = {fmt.name: QuantSpec(format=fmt, granularity=TENSOR) for fmt in (E4M3, E5M2)}
 
 
-def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+def _probe(backend: Backend[list[Tensor]], device: torch.device, case: Case) -> str | None:
     """Compare with the reference: experts of no rows and of one, one that begins within a tile, rows of no expert."""
     generator = torch.Generator().manual_seed(0)
     ends = torch.tensor([5, 5, 6, 200, 263], device="cpu").int().to(device)
@@ -115,8 +115,7 @@ def _run(
     g: Tensor, offsets: Tensor, spec: str, w_scale: Tensor | None, x_scale: Tensor | None, order: str
 ) -> list[Tensor]:
     run = QUANTIZE_GROUPED.choose(g.device, (spec,)).run
-    outputs: list[Tensor] = run(g, offsets, QuantSpec.parse(spec), w_scale, x_scale, order == "columns")
-    return outputs
+    return run(g, offsets, QuantSpec.parse(spec), w_scale, x_scale, order == "columns")
 
 
 def _fake(

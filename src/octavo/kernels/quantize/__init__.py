@@ -169,9 +169,7 @@ def _run(
     x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str,
     fuse_with: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    backend = QUANTIZE.choose(x.device, (spec,))
-    outputs: list[Tensor] = backend.run(x, QuantSpec.parse(spec), fold, amax, scale, order)
-    return outputs
+    return QUANTIZE.choose(x.device, (spec,)).run(x, QuantSpec.parse(spec), fold, amax, scale, order)
 
 
 def _fake(
@@ -196,8 +194,7 @@ def _decompose(
 
 def _run_pair(x: Tensor, spec: str, fold: Tensor | None, spec_t: str, fold_t: Tensor | None) -> list[Tensor]:
     backend = QUANTIZE_PAIR.choose(x.device, (spec, spec_t))
-    outputs: list[Tensor] = backend.run(x, QuantSpec.parse(spec), fold, QuantSpec.parse(spec_t), fold_t)
-    return outputs
+    return backend.run(x, QuantSpec.parse(spec), fold, QuantSpec.parse(spec_t), fold_t)
 
 
 def _fake_pair(x: Tensor, spec: str, fold: Tensor | None, spec_t: str, fold_t: Tensor | None) -> list[Tensor]:
