@@ -8,7 +8,7 @@ import torch
 from test_adamw import parameters, train
 from torch import nn
 
-from octavo.kernels.adamw import expand
+from octavo.kernels.adamw.reference import expand
 from octavo.numerics import sqnr
 from octavo.optim import AdamW
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.kernels import quantize
-from octavo.kernels.adamw import GROUP, compress, expand
-from octavo.kernels.adamw.reference import _shared_half_roots, _unsigned_values, group_seeds, hashed
+from octavo.kernels.adamw import reference
+from octavo.kernels.adamw.reference import GROUP, compress, expand, group_seeds, hashed
 from octavo.numerics import E4M3, QuantSpec, sqnr
 from octavo.runtime.torch_compat import FakeTensorMode
 
@@ -104,7 +104,7 @@ def test_random_bits_do_not_depend_on_pieces_and_look_random():
 def test_every_code_and_power_expands_as_in_float64(signed, hi):
     codes = torch.arange(256, dtype=torch.uint8).repeat(255, 1)
     k = torch.arange(1, 256, dtype=torch.uint8).unsqueeze(-1).repeat(1, 2)
-    q = codes.view(E4M3.dtype).double() if signed else _unsigned_values(codes).double()
+    q = codes.view(E4M3.dtype).double() if signed else reference._unsigned_values(codes).double()
     expected = hi * (q.abs() / (448 if signed else 2.0**15 * 31 / 16)) ** (16.0 / k.double().repeat_interleave(128, 1))
     expected = expected.copysign(q)
     actual = expand(codes.view(E4M3.dtype) if signed else codes, torch.full(k.shape, hi), k, signed)
@@ -140,11 +140,11 @@ def test_moments_do_not_depend_on_the_state_of_the_first_step(state):
     for signed in (True, False):
         compressed = compress(values, signed)
         expected = expand(*compressed, signed)
-        _shared_half_roots.cache_clear()
+        reference._shared_half_roots.cache_clear()
         with STATES[state]():
             first = expand(*compressed, signed)
         if state != "fake mode":
             assert first.dtype == torch.float32 and torch.equal(first, expected)
         assert torch.equal(expand(*compressed, signed), expected)
-        table = _shared_half_roots(signed, values.device)
+        table = reference._shared_half_roots(signed, values.device)
         assert type(table) is torch.Tensor and table.dtype == torch.float32 and not table.is_inference()

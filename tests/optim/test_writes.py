@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.kernels.adamw import ADAMW, HyperParams, ParamState, compress, exact_values, expand, split
+from octavo.kernels.adamw import ADAMW
+from octavo.kernels.adamw.reference import HyperParams, ParamState, compress, exact_values, expand, split
 from octavo.optim.states import master_values
 from tensors import ADAMW_BACKENDS
 

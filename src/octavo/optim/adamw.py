@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from octavo.kernels.adamw import GROUP, HyperParams, ParamState, Work, groups, seed_after, split, step
+from octavo.kernels.adamw import step
+from octavo.kernels.adamw.reference import GROUP, HyperParams, ParamState, Work, groups, seed_after, split
 from octavo.numerics.suggestions import check_choice
 from octavo.optim.sharded import any_rank, first_row, local_rows, placements_of, splits_groups, sum_gradient
 from octavo.optim.states import (

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.kernels.adamw import HyperParams, ParamState
-from octavo.kernels.adamw.reference import gradient, master_values, read_moments, write_moments, write_parameter
+from octavo.kernels.adamw import reference
+from octavo.kernels.adamw.reference import HyperParams, ParamState
 from octavo.optim.adamw import ADAMW, OWN_KERNELS, AdamW, copy_back
 from octavo.optim.sharded import row_group
 from octavo.optim.states import Entry, Group, OptimizerSpec, matrix_view
@@ -120,8 +120,9 @@ def update_matrices(optimizer: AdamW, entries: Sequence[Entry]) -> None:
             for (group, param), (state, hyper), update in zip(part, states, orthogonal, strict=True):
                 scale = _scale(param.shape, group["adjust_lr_fn"])
                 for part_state, rows in state.chunks():
-                    master = master_values(part_state).mul_(1 - hyper.lr * hyper.weight_decay)
-                    write_parameter(part_state, master.add_(matrix_view(update)[rows], alpha=-hyper.lr * scale))
+                    master = reference.master_values(part_state).mul_(1 - hyper.lr * hyper.weight_decay)
+                    master.add_(matrix_view(update)[rows], alpha=-hyper.lr * scale)
+                    reference.write_parameter(part_state, master)
                 copy_back(param, state)
 
 
@@ -129,10 +130,10 @@ def _momentum(state: ParamState, hyper: HyperParams, decay: float, nesterov: boo
     """Update the momentum of a matrix [R,C], in place, and return what to orthogonalize."""
     out = torch.empty(state.param.shape, dtype=PRODUCTS, device=state.param.device)
     for part, rows in state.chunks():
-        grad, moments = gradient(part, hyper), read_moments(part)
+        grad, moments = reference.gradient(part, hyper), reference.read_moments(part)
         momentum = moments[0].lerp_(grad, 1 - decay)
         out[rows].copy_(grad.lerp(momentum, decay) if nesterov else momentum)
-        write_moments(part, moments)
+        reference.write_moments(part, moments)
     return out
 
 

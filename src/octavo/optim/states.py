@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from octavo.kernels.adamw import GROUP, HyperParams, ParamState, Work, exact_values, groups
-from octavo.kernels.adamw.reference import write_moments
+from octavo.kernels.adamw.reference import GROUP, HyperParams, ParamState, Work, exact_values, groups, write_moments
 from octavo.numerics import Precision
 from octavo.numerics.formats import E4M3
 from octavo.optim.sharded import local_rows, shard_like

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.adamw import HyperParams, ParamState
+from octavo.kernels.adamw.reference import HyperParams, ParamState
 from octavo.nn.experts import STACKED
 from octavo.numerics.suggestions import grouped, nearest
 from octavo.optim import OPTIMIZERS, AdamW
