@@ -1,7 +1,5 @@
 """A layer of another kind that multiplies in FP8: what its class states is all that the library asks for."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -9,11 +7,10 @@ from torch.nn.utils import parametrize, prune
 
 import octavo
 from octavo.inspect import Watch
-from octavo.nn.equalized import Equalized
 from octavo.nn.filters import sizes
 from octavo.nn.linear import linear
 from octavo.nn.linear_like import LinearLike
-from octavo.nn.linear_subclasses import FP8_CLASSES, Fp8Classes, is_transposed
+from octavo.nn.linear_subclasses import FP8_CLASSES, is_transposed
 from octavo.nn.memory_audit import audit
 from octavo.nn.select import is_linear
 from octavo.runtime import linear_kinds
@@ -45,10 +42,6 @@ class Fp8Columns(LinearLike, Columns):
         return linear(x, self.weight.t(), self.bias, self.recipe, self.octavo_keep_weights(), self.octavo_quantizer())
 
 
-class EqualizedColumns(Equalized, Fp8Columns):
-    octavo_original = Columns
-
-
 class Mixer(nn.Module):
     """A module with a forward of its own, as an attention is."""
 
@@ -69,7 +62,7 @@ def entry(monkeypatch):
     """The entries of both tables, as docs/extending.md describes them."""
     kind = LinearKind(plain=path(Columns), sizes=("rows", "columns"))
     monkeypatch.setattr(linear_kinds, "KINDS", [*linear_kinds.KINDS, kind])
-    monkeypatch.setitem(FP8_CLASSES, kind.plain, Fp8Classes(fp8=path(Fp8Columns)))
+    monkeypatch.setitem(FP8_CLASSES, kind.plain, path(Fp8Columns))
     return kind
 
 
@@ -93,18 +86,11 @@ def test_a_new_kind_of_layer_is_converted_reported_watched_changed_and_reverted(
         y.sum().backward()
     assert torch.equal(y, linear(x, model[0].weight.t(), None, octavo.RECIPES["blockwise"]))
     assert {row.recipe for row in watch.rows} == {"blockwise"} and watch.errors["0"]["blockwise"] < 0.1
-    with pytest.raises(ValueError, match="no FP8 class for a Columns with recipe 'rowwise_equalized'"):
-        octavo.nn.change_recipe(model, "0", "rowwise_equalized", reason="a test")
+    octavo.nn.change_recipe(model, "0", "rowwise_equalized", reason="a test")
+    model(torch.ones(8, 64)).sum().backward()
+    assert list(octavo.nn.equalized.state_dict(model)) == ["0"]
     octavo.revert(model)
     assert type(model[0]) is Columns and torch.equal(model[0](x), x @ model[0].weight)
-
-
-def test_a_new_kind_of_layer_with_an_equalized_class(entry, monkeypatch):
-    classes = replace(FP8_CLASSES[entry.plain], equalized=path(EqualizedColumns))
-    monkeypatch.setitem(FP8_CLASSES, entry.plain, classes)
-    model = octavo.convert(nn.Sequential(Columns()), "rowwise_equalized", verbose=False)
-    model(torch.ones(8, 64)).sum().backward()
-    assert isinstance(model[0], EqualizedColumns) and list(octavo.nn.equalized.state_dict(model)) == ["0"]
 
 
 def test_fp8_activations_of_a_module_with_a_new_kind_of_layer(entry):

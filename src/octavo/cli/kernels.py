@@ -195,7 +195,7 @@ def measure_host(device: torch.device, recipes: Iterable[Recipe], seconds: float
     x = torch.randn(HOST_SHAPE[:2], device=device, dtype=torch.bfloat16).requires_grad_()
     layers: dict[str, nn.Module] = {"bf16": nn.Linear(*HOST_SHAPE[:2], bias=False, device=device, dtype=x.dtype)}
     for recipe in recipes:
-        layer = fp8_class(nn.Linear, recipe)(*HOST_SHAPE[:2], bias=False, device=device, dtype=x.dtype)
+        layer = fp8_class(nn.Linear)(*HOST_SHAPE[:2], bias=False, device=device, dtype=x.dtype)
         layer.recipe = recipe
         layers[recipe.name] = layer
     times = ((name, _fastest(layer, x, seconds)) for name, layer in layers.items())

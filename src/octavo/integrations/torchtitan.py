@@ -159,7 +159,7 @@ def _put(new: Any, parent: Any, attribute: Any, root: Any) -> Any:
 
 @cache
 def _fp8_linear(owner: Any) -> Any:
-    linear: Any = fp8_class(owner, DEFAULT)
+    linear: Any = fp8_class(owner)
 
     class Fp8Linear(linear):
         octavo_original = owner

@@ -6,7 +6,6 @@ Imported only once a model with such a layer is converted, because it needs Tran
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D as PlainConv1D
 
-from octavo.nn.equalized import Equalized
 from octavo.nn.linear import linear
 from octavo.nn.linear_like import LinearLike
 
@@ -34,7 +33,3 @@ class Conv1D(LinearLike, PlainConv1D):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, recipe={self.recipe.name})"
-
-
-class EqualizedConv1D(Equalized, Conv1D):  # type: ignore[misc]
-    octavo_original = PlainConv1D

@@ -34,7 +34,7 @@ from octavo.nn.frozen import (
     sharded_problem,
 )
 from octavo.nn.gathered import sharded_weights
-from octavo.nn.linear_subclasses import change_since, class_fits, fp8_class, is_converted, restore_original_class
+from octavo.nn.linear_subclasses import change_since, fp8_class, is_converted, restore_original_class
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
 from octavo.nn.resident import allow_save_pretrained, refuse_save_pretrained
 from octavo.nn.select import checked_weight, default_plan, linears_with_exact_inputs, obstacle
@@ -122,7 +122,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
             if looks_like_experts(modules[fqn]):
                 convert_experts(modules[fqn], recipe, storages.pop(fqn, None), keep_weights)
                 continue
-            set_class(modules[fqn], fp8_class(type(modules[fqn]), recipe), recipe=recipe, keep_weights=keep_weights)
+            set_class(modules[fqn], fp8_class(type(modules[fqn])), recipe=recipe, keep_weights=keep_weights)
         for layer, own in weights.items():
             layer._parameters.update(own)
         if weights:
@@ -266,7 +266,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     if not converted:
         if (why := obstacle(module)) is not None:
             raise ValueError(f"change_recipe: {fqn!r} cannot be converted: {why}")
-    elif experts or new_recipe is None or not class_fits(module, new_recipe):
+    elif experts or new_recipe is None:
         if (why := change_since(module)) is not None:
             raise ValueError(f"change_recipe: {fqn or 'the model'!r} {why}. The model was left as it was")
     if experts and new_recipe is not None and new_recipe.equalization:
@@ -281,10 +281,10 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
             make_plain([module])
         elif experts:
             convert_experts(module, new_recipe, storage, keep_weights)
-        elif is_converted(module) and class_fits(module, new_recipe):
+        elif is_converted(module):
             vars(module)["recipe"] = new_recipe
         else:
-            set_class(module, fp8_class(original_class(module), new_recipe), recipe=new_recipe)
+            set_class(module, fp8_class(original_class(module)), recipe=new_recipe)
         if not experts:
             reset_scales(module)
         _update_plan(modules, fqn, new_recipe, reason)

@@ -13,15 +13,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from octavo.activations.functional import as_rows
 from octavo.nn.gathered import Fp8AllGatherOutput
-from octavo.nn.linear import Linear
-from octavo.nn.linear_like import LinearLike
 from octavo.nn.operands import JUST_IN_TIME, QuantizedGradient, Quantizer, quantize_gradient
 from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.equalization import LARGEST_EXPONENT, ChannelScales, channel_amax, column_amax, equalize
@@ -217,12 +215,17 @@ def _predicted(input: Tensor) -> ChannelScales:
     return measurement.scales(None, complete=False)
 
 
-class Equalized(LinearLike):
-    """A `LinearLike` that equalizes channels, for recipes with `equalization`; with others it scales just in time."""
+class Equalized(nn.Module):
+    """Base class of `LinearLike`: equalizes channels for recipes with `equalization`, else scales just in time."""
 
+    recipe: Recipe
+    weight: Tensor
+    in_features: int
+    weight_is_transposed: ClassVar[bool]
     equalizer: Equalizer | None = None  # of the class, so that graphs of torch.compile have a guard where it is missing
 
     def octavo_quantizer(self) -> Quantizer:
+        """Return what quantizes X and G in a forward that begins now, and in its backward."""
         if not self.recipe.equalization or SWITCH.off:
             return JUST_IN_TIME
         equalizer = self.equalizer
@@ -234,22 +237,6 @@ class Equalized(LinearLike):
                 equalizer.scales = equalizer.next_scales(training)
             equalizer.advance()
         return EqualizedQuantizer(equalizer, training)
-
-
-class EqualizedLinear(Equalized, Linear):
-    """A `Linear` that equalizes channels. `octavo.convert(model, "rowwise_equalized")` makes it from an `nn.Linear`."""
-
-    octavo_original = nn.Linear
-
-
-class CastingLinear(Linear):
-    """A `Linear` from a subclass of `nn.Linear` that casts weight and bias to the dtype of the input."""
-
-    octavo_casts = True
-
-
-class CastingEqualizedLinear(EqualizedLinear):
-    octavo_casts = True
 
 
 def equalizes(module: nn.Module) -> TypeGuard[Equalized]:

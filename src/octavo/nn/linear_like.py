@@ -5,13 +5,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.operands import JUST_IN_TIME, Quantizer
+from octavo.nn.equalized import Equalized
 from octavo.nn.resident import StatesOfResident, is_computed_from_resident, resident_weight
 from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe, weight_only
 
 
-class LinearLike(StatesOfResident):
+class LinearLike(Equalized, StatesOfResident):
     """A layer that computes Y = X Wᵀ + b in FP8.
 
     Attributes:
@@ -56,16 +56,6 @@ class LinearLike(StatesOfResident):
         if weight is None:
             raise AttributeError("weight_scale")
         return weight.scale
-
-    def octavo_quantizer(self) -> Quantizer:
-        """Return what quantizes X and G in a forward that begins now, and in its backward."""
-        if self.recipe.equalization:
-            raise ValueError(
-                f"recipe {self.recipe.name!r} needs channel scales, which a {type(self).__name__} does not keep: "
-                "convert(model, recipe) and octavo.nn.change_recipe choose the class that does, "
-                "octavo.nn.equalized.EqualizedLinear"
-            )
-        return JUST_IN_TIME
 
     def octavo_operands(self, input: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias as a forward of this input uses them."""

@@ -5,9 +5,8 @@ formula of the class (`octavo.activations.formulas`) is compared with those of t
 """
 
 import inspect
-from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, TypeGuard
 
 import torch.nn.functional as F
@@ -17,9 +16,8 @@ from octavo.activations.detect import ORIGINAL, original_class, uses_default_cal
 from octavo.activations.formulas import Formula, formula_of
 from octavo.activations.modules import STORAGE_ATTRIBUTE, forward_like, mixed_class
 from octavo.nn import equalized
-from octavo.nn.equalized import Equalized
+from octavo.nn.linear import Linear
 from octavo.nn.linear_like import LinearLike
-from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.runtime.linear_kinds import LINEAR, kind_of, kind_of_class
 from octavo.runtime.swap import has_own_forward, set_class
 
@@ -27,29 +25,18 @@ ATTRIBUTES = ("recipe", "keep_weights", equalized.ATTRIBUTE)  # Attributes of a 
 _COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fp8Classes:
-    """The FP8 classes of a class of linear layers, as "module.Class". Not imported: some need other libraries."""
-
-    fp8: str  # The class that it becomes, a subclass of it and of `octavo.nn.LinearLike`
-    # The same for recipes with `equalization`, a subclass of `octavo.nn.equalized.Equalized`; or None.
-    equalized: str | None = None
-
-    def load(self, recipe: Recipe = DEFAULT) -> Any:
-        """Import and return the class for a recipe; None if there is none."""
-        path = self.equalized if recipe.equalization else self.fp8
-        module, _, name = (path or "").rpartition(".")
-        return getattr(import_module(module), name) if path else None
-
-
-FP8_CLASSES = {  # FP8 classes by plain class, as `octavo.runtime.linear_kinds.KINDS` names it
-    "torch.nn.Linear": Fp8Classes(fp8="octavo.nn.linear.Linear", equalized="octavo.nn.equalized.EqualizedLinear"),
-    "transformers.pytorch_utils.Conv1D": Fp8Classes(
-        fp8="octavo.nn.conv1d.Conv1D", equalized="octavo.nn.conv1d.EqualizedConv1D"
-    ),
+# The class that each plain class of `octavo.runtime.linear_kinds.KINDS` becomes, a subclass of it and of `LinearLike`.
+# By name, because some need other libraries.
+FP8_CLASSES = {
+    "torch.nn.Linear": "octavo.nn.linear.Linear",
+    "transformers.pytorch_utils.Conv1D": "octavo.nn.conv1d.Conv1D",
 }
-# Those of subclasses of `nn.Linear` that cast their weight to the dtype of the input
-CASTING = Fp8Classes(fp8="octavo.nn.equalized.CastingLinear", equalized="octavo.nn.equalized.CastingEqualizedLinear")
+
+
+class CastingLinear(Linear):
+    """A `Linear` from a subclass of `nn.Linear` that casts weight and bias to the dtype of the input."""
+
+    octavo_casts = True
 
 
 class _Linears:
@@ -119,25 +106,21 @@ def is_transposed(module: nn.Module) -> bool:
     if isinstance(module, LinearLike):
         return module.weight_is_transposed
     kind = kind_of(module)
-    return kind is not None and bool(FP8_CLASSES[kind.plain].load().weight_is_transposed)
+    return kind is not None and bool(resolve_name(FP8_CLASSES[kind.plain]).weight_is_transposed)
 
 
-def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
+def fp8_class(original: Any) -> type[LinearLike]:
     listed = kind_of_class(original)
     kind = LINEAR if listed is None and issubclass(original, nn.Linear) else listed
     formula = _linear_formula(original) if listed is None and kind is LINEAR else None
     casts = formula is not None and formula.expression in _ways(_Casting)
-    linear: Any = None if kind is None else (CASTING if casts else FP8_CLASSES[kind.plain]).load(recipe)
-    if linear is None:
-        raise ValueError(f"Octavo has no FP8 class for a {original.__name__} with recipe {recipe.name!r}")
+    if kind is None:
+        raise ValueError(f"Octavo has no FP8 class for a {original.__name__}")
+    linear: Any = CastingLinear if casts else resolve_name(FP8_CLASSES[kind.plain])
     fp8: type[LinearLike] = mixed_class(linear, original)
     if vars(fp8)["forward"] is not forward_like(linear, original):
         raise TypeError(f"{original.__name__} replaces the forward of its subclasses, so it may change")
     return fp8
-
-
-def class_fits(layer: LinearLike, recipe: Recipe) -> bool:
-    return isinstance(layer, Equalized) == (recipe.equalization > 0)
 
 
 def lossy_subclass(module: nn.Module) -> str | None:
@@ -150,7 +133,7 @@ def lossy_subclass(module: nn.Module) -> str | None:
     if any(getattr(type(module), name, None) is not getattr(nn.Linear, name, None) for name in _COPYING):
         return f"{kind} copies itself in its own way, and the copy might not have its recipe"
     try:
-        fp8_class(type(module), DEFAULT)
+        fp8_class(type(module))
     except Exception as error:
         return f"making a subclass of {kind} raises {type(error).__name__}: {error}"
     return None
