@@ -65,6 +65,13 @@ class _NormRematerializer(Rematerializer):
             self._memo["normed"] = replace(normed, y=None, quantized=None)
         return normed
 
+    def gradients(self, grad: Tensor, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        """Return ∂x, ∂weight and ∂bias; the producer's backward runs last."""
+        x_MK, (rstd, mean) = self.inputs(tensors)[0], self.statistics(tensors)
+        self.forget()
+        dx, dweight, dbias = _norm_gradients(as_rows(grad), x_MK, tensors[2], tensors[3], rstd, mean, self.norm)
+        return dx.view(grad.shape), dweight, dbias
+
 
 class _ActivationRematerializer(Rematerializer):
     def __init__(self, dtype: torch.dtype, activation: str) -> None:
@@ -74,9 +81,21 @@ class _ActivationRematerializer(Rematerializer):
     def _matrix(self, tensors: Sequence[Any]) -> Tensor:
         return FUNCTIONS[self.activation](self.inputs(tensors)[0])
 
+    def gradients(self, grad: Tensor, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+        x = self.inputs(tensors)[0].reshape(grad.shape)
+        self.forget()
+        if self.activation in ("silu", "quick_gelu"):
+            return (torch.ops.aten.silu_backward(grad, x if self.activation == "silu" else 1.702 * x),)
+        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+        return (torch.ops.aten.gelu_backward(grad, x, approximate=approximate),)
+
 
 class _GluRematerializer(_ActivationRematerializer):
     """Recomputes h from data and scale of gate (without its bias) and up, and the bias or None."""
+
+    def __init__(self, dtype: torch.dtype, activation: str, is_joint: bool, gate_first: bool) -> None:
+        super().__init__(dtype, activation)
+        self.is_joint, self.gate_first = is_joint, gate_first
 
     def _inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
         *pairs, bias = tensors
@@ -93,38 +112,52 @@ class _GluRematerializer(_ActivationRematerializer):
         gate, up = self.inputs(tensors)
         return glu(gate, up, self.activation, spec, order)
 
+    def gradients(self, grad: Tensor, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Return ∂gate and ∂up, or those of the product that has both as halves."""
+        gate, up = self.inputs(tensors)
+        self.forget()
+        joined = self.is_joint and self.gate_first
+        dgate, dup = glu_backward(as_rows(grad), gate, up, self.activation, joined=joined)
+        if not self.is_joint:
+            return dgate.view(grad.shape), dup.view(grad.shape)
+        if joined and dgate._base is not None:
+            both = dgate._base
+        else:
+            both = torch.cat((dgate, dup) if self.gate_first else (dup, dgate), 1)
+        return (both.view(*grad.shape[:-1], 2 * grad.shape[-1]),)
+
 
 class _UnroundedGlu(_GluRematerializer):
     def inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
         return list(tensors)
 
 
-@explain_freed_nodes
-class _NormFunction(torch.autograd.Function):
-    """Returns y [..., K], computed by the caller, and FP8 data and scale of x [..., K] (x - mean for a layer norm)."""
+class _StoringFunction(torch.autograd.Function):
+    """Returns y, computed by the caller, and saves tensors from which a rematerializer computes gradients of inputs."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, y: list[Tensor], rematerializer: _NormRematerializer
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        x_MK = centered = as_rows(x)
-        if rematerializer.norm.center:
-            centered = x_MK - x_MK.mean(-1, keepdim=True, dtype=torch.float32)
-        data, scale = quantize_for_backward(centered)
-        ctx.save_for_backward(data, scale, weight, bias)
-        ctx.mark_non_differentiable(data, scale)
+        ctx: Any, y: list[Tensor], rematerializer: Any, tensors: Sequence[Tensor | None], *inputs: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(*tensors)
         ctx.rematerializer = rematerializer
-        return y[0], data, scale
+        return y[0]
 
     @staticmethod
-    @first_derivative_only("a norm that stores its input in FP8")
-    def backward(ctx: Any, grad: Tensor, *_: object) -> tuple[Tensor | None, ...]:
-        tensors = data, scale, weight, bias = ctx.saved_tensors
-        rematerializer: _NormRematerializer = ctx.rematerializer
-        x_MK, (rstd, mean) = rematerializer.inputs((data, scale))[0], rematerializer.statistics(tensors)
-        rematerializer.forget()
-        dx, dweight, dbias = _norm_gradients(as_rows(grad), x_MK, weight, bias, rstd, mean, rematerializer.norm)
-        return dx.view(grad.shape), dweight, dbias, None, None
+    @first_derivative_only("a norm, an activation or a gated MLP that stores or fuses its activations")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.rematerializer.gradients(grad, ctx.saved_tensors)
+
+
+# By their names graphs tell what an output is, as to `octavo.activations.exactness`.
+@explain_freed_nodes
+class _NormFunction(_StoringFunction): ...
+
+
+class _GluFunction(_StoringFunction): ...
+
+
+class _ActivationFunction(_StoringFunction): ...
 
 
 @explain_freed_nodes
@@ -150,66 +183,17 @@ class _FusedNormFunction(torch.autograd.Function):
         return _in_original_order(dx.view(grad.shape), ctx.order), dweight, dbias, None, None, None
 
 
-class _GluFunction(torch.autograd.Function):
-    """Returns h [..., N], computed by the caller, and saves `tensors`; without `up`, `gate` holds both halves."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gate: Tensor, up: Tensor | None, h: list[Tensor], gate_first: bool,
-        rematerializer: _GluRematerializer, *tensors: Tensor,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(*tensors)
-        ctx.rematerializer, ctx.is_joint, ctx.gate_first = rematerializer, up is None, gate_first
-        return h[0]
-
-    @staticmethod
-    @first_derivative_only("a gated MLP that stores or fuses its activations")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rematerializer: _GluRematerializer = ctx.rematerializer
-        gate, up = rematerializer.inputs(ctx.saved_tensors)
-        rematerializer.forget()
-        joined = ctx.is_joint and ctx.gate_first
-        dgate, dup = glu_backward(as_rows(grad), gate, up, rematerializer.activation, joined=joined)
-        if not ctx.is_joint:
-            return dgate.view(grad.shape), dup.view(grad.shape), *[None] * 8
-        if joined and dgate._base is not None:
-            both = dgate._base
-        else:
-            both = torch.cat((dgate, dup) if ctx.gate_first else (dup, dgate), 1)
-        return both.view(*grad.shape[:-1], 2 * grad.shape[-1]), *[None] * 9
-
-
-class _ActivationFunction(torch.autograd.Function):
-    """Returns act(x) [..., N], computed by the caller, and saves FP8 x, quantized by the caller."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, y: list[Tensor], rematerializer: _ActivationRematerializer, *tensors: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.rematerializer = rematerializer
-        return y[0]
-
-    @staticmethod
-    @first_derivative_only("an activation that stores its input in FP8")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rematerializer: _ActivationRematerializer = ctx.rematerializer
-        (x,) = rematerializer.inputs(ctx.saved_tensors)
-        rematerializer.forget()
-        x, activation = x.reshape(grad.shape), rematerializer.activation
-        if activation in ("silu", "quick_gelu"):
-            return torch.ops.aten.silu_backward(grad, x if activation == "silu" else 1.702 * x), *[None] * 4
-        approximate = "tanh" if activation == "gelu_tanh" else "none"
-        return torch.ops.aten.gelu_backward(grad, x, approximate=approximate), *[None] * 4
-
-
 def norm_saving_fp8(
     x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, norm: Norm
 ) -> Tensor:
     """Return a norm y of x [..., K] over the last dimension, with x or x - mean saved in FP8 for backward."""
     eps, weight, norm = _complete(y, weight, eps, norm)
-    rematerializer = _NormRematerializer(y.dtype, norm, eps)
-    out, *tensors = unhooked(_NormFunction.apply, x.to(y.dtype), weight, bias, [y], rematerializer)
+    x, rematerializer = x.to(y.dtype), _NormRematerializer(y.dtype, norm, eps)
+    centered = as_rows(x.detach())
+    if norm.center:
+        centered = centered - centered.mean(-1, keepdim=True, dtype=torch.float32)
+    tensors = quantize_for_backward(centered)
+    out = unhooked(_NormFunction.apply, [y], rematerializer, (*tensors, weight, bias), x, weight, bias)
     copies = weight.detach().clone(), None if bias is None else bias.detach().clone()
     return _registered(out, (*tensors, *copies), rematerializer)
 
@@ -280,9 +264,9 @@ def glu_saving_fp8(
     gate_MN, bias = as_rows(gate), None if bias is None else bias.detach().to(gate.dtype, copy=True)
     without_bias = gate_MN if bias is None else gate_MN - bias
     tensors = (*quantize_for_backward(without_bias), *quantize_for_backward(as_rows(up)), bias)
-    rematerializer = _GluRematerializer(gate.dtype, activation)
-    inputs = (gate, up) if both is None else (both, None)
-    out = unhooked(_GluFunction.apply, *inputs, [h], gate_first, rematerializer, *tensors)
+    rematerializer = _GluRematerializer(gate.dtype, activation, both is not None, gate_first)
+    inputs = (gate, up) if both is None else (both,)
+    out = unhooked(_GluFunction.apply, [h], rematerializer, tensors, *inputs)
     return _registered(out, tensors, rematerializer)
 
 
@@ -290,16 +274,16 @@ def fused_glu(gate: Tensor, up: Tensor, activation: str, both: Tensor | None, ga
     """Return h = act(gate) · up [..., N]; gate and up, halves of `both` if that is given, are saved for backward."""
     tensors = [as_rows(half.detach()) for half in (gate, up)]
     h: Any = glu(tensors[0], tensors[1], activation)
-    inputs = (gate, up) if both is None else (both, None)
-    rematerializer = _UnroundedGlu(gate.dtype, activation)
-    out: Tensor = _GluFunction.apply(*inputs, [_shaped(h, gate.shape)], gate_first, rematerializer, *tensors)
+    inputs = (gate, up) if both is None else (both,)
+    rematerializer = _UnroundedGlu(gate.dtype, activation, both is not None, gate_first)
+    out: Tensor = _GluFunction.apply([_shaped(h, gate.shape)], rematerializer, tensors, *inputs)
     return out
 
 
 def activation_saving_fp8(x: Tensor, y: Tensor, activation: str) -> Tensor:
     """Return y = act(x) [..., N], with x saved in FP8 for backward."""
     tensors, rematerializer = quantize_for_backward(as_rows(x)), _ActivationRematerializer(x.dtype, activation)
-    return _registered(unhooked(_ActivationFunction.apply, x, [y], rematerializer, *tensors), tensors, rematerializer)
+    return _registered(unhooked(_ActivationFunction.apply, [y], rematerializer, tensors, x), tensors, rematerializer)
 
 
 def as_rows(x: Tensor) -> Tensor:
