@@ -134,28 +134,28 @@ class _Glus:
     gate: Callable[[Tensor], Tensor]
     up: Callable[[Tensor], Tensor]
     down: Callable[[Tensor], Tensor]
-    act: Callable[[Tensor], Tensor]
+    activation: Callable[[Tensor], Tensor]
 
     def gate_times_up(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
 
     def up_times_gate(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x) * self.act(self.gate(x)))
+        return self.down(self.up(x) * self.activation(self.gate(x)))
 
     def silu_times_up(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
     def up_times_joint_gate(self, x: Tensor) -> Tensor:
         gate, up = self.gate(x).chunk(2, dim=-1)
-        return self.down(up * self.act(gate))
+        return self.down(up * self.activation(gate))
 
     def joint_gate_times_up(self, x: Tensor) -> Tensor:
         gate, up = self.gate(x).chunk(2, dim=-1)
-        return self.down(self.act(gate) * up)
+        return self.down(self.activation(gate) * up)
 
 
 class _Activations:
-    act: Callable[[Tensor], Tensor]
+    attribute: Callable[[Tensor], Tensor]
     inplace: bool
     approximate: str
 
@@ -169,7 +169,7 @@ class _Activations:
         return F.gelu(x, approximate=self.approximate)
 
     def held(self, x: Tensor) -> Tensor:
-        return self.act(x)
+        return self.attribute(x)
 
     def gelu(self, x: Tensor) -> Tensor:
         return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
@@ -184,23 +184,24 @@ class _Activations:
         return x * torch.sigmoid(1.702 * x)
 
 
-_KNOWN: list[tuple[str, type, dict[str, dict[str, Any]]]] = [
-    ("norm", _Norms, {
+_KNOWN: list[tuple[Any, type, dict[str, dict[str, Any]]]] = [
+    (Norm, _Norms, {
         "layer_norm": {"center": True}, "rms_norm": {}, "llama": {}, "olmo": {}, "helium": {},
         "moshi": {}, "gemma": {"add_unit_offset": True}, "llama4_l2": {"weight": None}, "t5": {},
         "cohere": {"center": True},
     }),
-    ("glu", _Glus, {
+    (Glu, _Glus, {
         "gate_times_up": {}, "up_times_gate": {"up_first": True}, "silu_times_up": {"function": "silu"},
         "up_times_joint_gate": {"up": None}, "joint_gate_times_up": {"up": None},
     }),
-    ("activation", _Activations, {
-        "silu": {"function": "silu"}, "silu_torch": {"function": "silu"}, "gelu_torch": {}, "held": {},
+    (Activation, _Activations, {
+        "silu": {"function": "silu"}, "silu_torch": {"function": "silu"}, "held": {},
+        "gelu_torch": {"attribute": "approximate"},
         "gelu": {"function": "gelu"}, "gelu_tanh": {"function": "gelu_tanh"},
         "gelu_tanh_fast": {"function": "gelu_tanh"}, "quick_gelu": {"function": "quick_gelu"},
     }),
 ]  # fmt: skip
-"""What the methods above compute: a kind of `ModuleSpec`, and its fields that names of attributes do not determine."""
+"""What the methods above compute: a kind of `ModuleSpec`, and its fields that attributes of their names do not give."""
 # Functions that a module may store as its activation
 _FUNCTION_NAMES: dict[object, str] = {F.silu: "silu", F.gelu: "gelu"}
 _REGISTERED: "weakref.WeakKeyDictionary[type, tuple[ModuleSpec, Formula]]" = weakref.WeakKeyDictionary()
@@ -298,11 +299,12 @@ def _function_name(function: object) -> str | None:
 def _detected_spec(owner: type) -> tuple[ModuleSpec | None, Formula | None]:
     formula = formula_of(owner)
     expression = None if formula is None else formula.expression
-    for spec, pattern in _patterns():
+    for kind, fields, pattern in _patterns():
         names: dict[str, str] = {}
         if expression is not None and matches(pattern, expression, names):
             if all(names.get(role, role) == role for role in ("normalized_shape", "inplace", "approximate")):
-                return spec(names), formula
+                roles = {role: name for role, name in names.items() if role in kind.__dataclass_fields__}
+                return kind(**(roles | fields)), formula
     return None, None
 
 
@@ -321,19 +323,6 @@ def _pattern(owner: type, method: str) -> Expression:
 
 
 @cache
-def _patterns() -> list[tuple[Any, Expression]]:
-    return [
-        (partial(_spec, kind, fields), _pattern(owner, method))
-        for kind, owner, methods in _KNOWN
-        for method, fields in methods.items()
-    ]
-
-
-def _spec(kind: str, fields: dict[str, Any], names: dict[str, str]) -> ModuleSpec:
-    if kind == "norm":
-        roles: dict[str, Any] = {role: names[role] for role in ("weight", "bias", "eps") if role in names}
-        return Norm(**(roles | fields))
-    if kind == "glu":
-        parts = {"gate": names["gate"], "up": names.get("up"), "down": names["down"], "activation": names.get("act")}
-        return Glu(**(parts | fields))
-    return Activation(**fields) if fields else Activation(attribute=names.get("approximate") or names["act"])
+def _patterns() -> list[tuple[Any, dict[str, Any], Expression]]:
+    known = ((kind, owner, *method) for kind, owner, methods in _KNOWN for method in methods.items())
+    return [(kind, fields, _pattern(owner, method)) for kind, owner, method, fields in known]

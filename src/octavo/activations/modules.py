@@ -210,7 +210,7 @@ def _gated_in_graph(module: nn.Module, names: str, x: Tensor) -> Any:
     """`_gated` under torch.compile, which recompiles if a child, the activation included, is replaced."""
     gate_name, up_name, down, activation, act, up_first = names.split(" ")
     function = getattr(module, activation) if activation else FUNCTIONS[act]
-    gate, up, _ = _gate_and_up(module, gate_name, up_name, up_first == "1", x)
+    gate, up, _ = gate_and_up(module, gate_name, up_name, up_first == "1", x)
     if not _same_kind(gate, up):
         return getattr(module, down)(function(gate) * up)
     bias = getattr(getattr(module, gate_name), "bias", None)
@@ -221,7 +221,7 @@ def _gated_in_graph(module: nn.Module, names: str, x: Tensor) -> Any:
     return getattr(module, down)(combined(h, FUNCTIONS[act](stored(gate, bias)) * stored(up)))
 
 
-def _gate_and_up(module: nn.Module, gate: str, up: str | None, up_first: bool, x: Tensor) -> tuple[Any, Any, Any]:
+def gate_and_up(module: nn.Module, gate: str, up: str | None, up_first: bool, x: Tensor) -> tuple[Any, Any, Any]:
     """Call the projections in the original order; return gate, up, and the product that has both as halves, or None."""
     if not up:
         both = getattr(module, gate)(x)
@@ -239,7 +239,7 @@ def _same_kind(gate: Tensor, up: Tensor) -> bool:
 def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor, fused: bool = False) -> Any:
     """Compute a gated MLP; call its children in the original order."""
     down = getattr(module, glu.down)
-    gate, up, both = _gate_and_up(module, glu.gate, glu.up, glu.up_first, x)
+    gate, up, both = gate_and_up(module, glu.gate, glu.up, glu.up_first, x)
     accurate = gate.dtype != torch.float32  # of which the kernel's exponential is less accurate than PyTorch's
     if fused and _same_kind(gate, up) and accurate and _has_kernels(gate.device) and _is_saved(gate, up):
         return down(fused_glu(gate, up, act, both, not glu.up_first))

@@ -4,10 +4,12 @@ import copy
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.activations.detect import Activation, Glu, ModuleSpec, Norm, activation_of, original_class
 from octavo.activations.functional import FUNCTIONS
+from octavo.activations.modules import gate_and_up
 from octavo.numerics.error import sqnr
 from octavo.runtime.torch_compat import unset_fake_temporarily
 
@@ -88,9 +90,7 @@ def _reference(module: nn.Module, spec: ModuleSpec) -> Callable[[Tensor], Tensor
         act = activation_of(getattr(module, spec.activation))
 
     def gated(x: Tensor) -> Tensor:
-        gate = getattr(module, spec.gate)(x)
-        halves = gate.chunk(2, dim=-1) if spec.up is None else (gate, getattr(module, spec.up)(x))
-        gate, up = halves[::-1] if spec.up is None and spec.up_first else halves
+        gate, up, _ = gate_and_up(module, spec.gate, spec.up, spec.up_first, x)
         y: Tensor = getattr(module, spec.down)(_activated(gate, act) * up)
         return y
 
@@ -98,14 +98,13 @@ def _reference(module: nn.Module, spec: ModuleSpec) -> Callable[[Tensor], Tensor
 
 
 def _normed(module: nn.Module, spec: Norm, x: Tensor) -> Tensor:
-    weight, bias = (None if name is None else getattr(module, name) for name in (spec.weight, spec.bias))
-    values = x.float()
-    values = values - values.mean(-1, keepdim=True) if spec.center else values
+    weight, bias = (None if name is None else getattr(module, name).float() for name in (spec.weight, spec.bias))
     eps = getattr(module, spec.eps) if isinstance(spec.eps, str) else spec.eps
-    y = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    y = y if weight is None else y * (weight.float() + (1.0 if spec.add_unit_offset else 0.0))
-    y = y if bias is None else y + bias.float()
-    return y.to(x.dtype)
+    if weight is not None and spec.add_unit_offset:
+        weight = weight + 1.0
+    if spec.center:
+        return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+    return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
 
 
 def _activated(x: Tensor, activation: str | None) -> Tensor:
