@@ -3,11 +3,10 @@
 The reason of a rule is a fact, such as "in_features 512 < 4096": `~` inverts the match and keeps the fact.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple, TypeVar, Union
+from typing import Literal, NamedTuple, Union
 
 from torch import nn
 
@@ -42,35 +41,32 @@ class Layer:
     place: tuple[int, int] | None
 
 
-class Filter(ABC):
+@dataclass(frozen=True, eq=False)
+class Filter:
     """A rule about layers. Combine them with `&`, `|` and `~`."""
 
-    @abstractmethod
-    def match(self, layer: Layer) -> Match:
-        """Decide one layer."""
-
-    def parts(self) -> Iterator["Filter"]:
-        """Yield the simple filters that this one combines."""
-        yield self
-
-    def mismatch(self, layers: Sequence[Layer]) -> str | None:
-        """Return a warning if this simple filter matches none of these layers, or None."""
-        return None
+    match: Callable[[Layer], Match] = field(repr=False)  # Decides one layer
+    # Returns warnings about what matches none of a model's layers.
+    warn: Callable[[Sequence[Layer]], list[str]] = field(default_factory=lambda: lambda layers: [], repr=False)
 
     def __and__(self, other: FilterLike) -> "Filter":
-        return _Pair(self, as_filter(other), False)
+        return _pair(self, as_filter(other), False)
 
     def __rand__(self, other: FilterLike) -> "Filter":
-        return _Pair(as_filter(other), self, False)
+        return _pair(as_filter(other), self, False)
 
     def __or__(self, other: FilterLike) -> "Filter":
-        return _Pair(self, as_filter(other), True)
+        return _pair(self, as_filter(other), True)
 
     def __ror__(self, other: FilterLike) -> "Filter":
-        return _Pair(as_filter(other), self, True)
+        return _pair(as_filter(other), self, True)
 
     def __invert__(self) -> "Filter":
-        return _Not(self)
+        def match(layer: Layer) -> Match:
+            selected, reason = self.match(layer)
+            return Match(not selected, reason)
+
+        return Filter(match, self.warn)
 
     def __bool__(self) -> bool:
         raise TypeError("a filter is neither true nor false: combine filters with &, | and ~, not with and, or and not")
@@ -99,144 +95,33 @@ def where(function: ModuleFilter, reason: str = "") -> Filter:
     if not callable(function) or isinstance(function, nn.Module):
         rules = "a rule of octavo.nn.filters, as name('*.mlp.*'), or a callable (module, fqn) -> bool"
         raise TypeError(f"a filter is {rules}; got {function!r}")
-    return _Where(function, reason)
 
-
-@dataclass(frozen=True)
-class _Pair(Filter):
-    one: Filter
-    other: Filter
-    decisive: bool  # A match with this value decides: False for &, True for |
-
-    def match(self, layer: Layer) -> Match:
-        one = self.one.match(layer)
-        if one.selected == self.decisive:
-            return one
-        other = self.other.match(layer)
-        if other.selected == self.decisive:
-            return other
-        return Match(not self.decisive, ", ".join(dict.fromkeys(reason for _, reason in (one, other) if reason)))
-
-    def parts(self) -> Iterator[Filter]:
-        yield from self.one.parts()
-        yield from self.other.parts()
-
-
-@dataclass(frozen=True)
-class _Not(Filter):
-    inner: Filter
-
-    def match(self, layer: Layer) -> Match:
-        selected, reason = self.inner.match(layer)
-        return Match(not selected, reason)
-
-    def parts(self) -> Iterator[Filter]:
-        yield from self.inner.parts()
-
-
-@dataclass(frozen=True)
-class _Named(Filter):
-    patterns: tuple[str, ...]
-
-    def match(self, layer: Layer) -> Match:
-        pattern = next((p for p in self.patterns if any(fnmatchcase(name, p) for name in layer.names)), None)
-        if pattern is not None:
-            return Match(True, f"name matches {pattern!r}")
-        return Match(False, f"name does not match {' or '.join(map(repr, self.patterns))}")
-
-    def mismatch(self, layers: Sequence[Layer]) -> str | None:
-        for pattern in self.patterns:
-            if not any(_Named((pattern,)).match(layer).selected for layer in layers):
-                hint = nearest(pattern.strip("*."), {part for layer in layers for part in layer.fqn.split(".")})
-                return f"filter pattern {pattern!r} matches no linear layer{hint}"
-        return None
-
-
-@dataclass(frozen=True)
-class _OfKind(Filter):
-    types: tuple[type[nn.Module] | str, ...]
-
-    def match(self, layer: Layer) -> Match:
-        for module in layer.module_path:
-            classes = type(module).__mro__
-            match = next((t for t in self.types if t in classes or t in {c.__name__ for c in classes}), None)
-            if match is not None:
-                return Match(True, f"{'is' if module is layer.module else 'inside'} a {_class_name(match)}")
-        return Match(False, f"neither is nor is inside a {' or '.join(map(_class_name, self.types))}")
-
-    def mismatch(self, layers: Sequence[Layer]) -> str | None:
-        for kind in self.types:
-            if not any(_OfKind((kind,)).match(layer).selected for layer in layers):
-                hint = nearest(_class_name(kind), {type(m).__name__ for layer in layers for m in layer.module_path})
-                return f"filter kind {_class_name(kind)!r} matches no linear layer{hint}"
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shaped(Filter):
-    min_in: int | None = None
-    max_in: int | None = None
-    min_out: int | None = None
-    max_out: int | None = None
-    multiple_of: int | None = None
-
-    def match(self, layer: Layer) -> Match:
-        facts = []
-        features = dict(zip(("in_features", "out_features"), sizes(layer.module), strict=True))
-        bounds = ((self.min_in, self.max_in), (self.min_out, self.max_out))
-        for (which, size), (least, most) in zip(features.items(), bounds, strict=True):
-            if least is not None and size < least:
-                return Match(False, f"{which} {size} < {least}")
-            if most is not None and size > most:
-                return Match(False, f"{which} {size} > {most}")
-            facts += [] if least is None else [f"{which} {size} ≥ {least}"]
-            facts += [] if most is None else [f"{which} {size} ≤ {most}"]
-        if self.multiple_of is not None:
-            for which, size in features.items():
-                if size % self.multiple_of:
-                    return Match(False, f"{which} {size} is no multiple of {self.multiple_of}")
-            facts.append(f"multiples of {self.multiple_of}")
-        return Match(True, ", ".join(facts))
-
-
-@dataclass(frozen=True)
-class _AtEnd(Filter):
-    end: Literal["first", "last"]
-    count: int
-    unit: Literal["blocks", "linears"]
-
-    def match(self, layer: Layer) -> Match:
-        place = layer.block if self.unit == "blocks" else layer.place
-        if place is None:
-            return Match(False, f"outside of all {self.unit}")
-        index, of = place
-        inside = index < self.count if self.end == "first" else index >= of - self.count
-        ends = self.end if self.count == 1 else f"{self.end} {self.count}"
-        return Match(inside, f"{'' if inside else 'not '}in the {ends} of {of} {self.unit}")
-
-    def mismatch(self, layers: Sequence[Layer]) -> str | None:
-        if self.unit == "blocks" and not any(layer.block for layer in layers):
-            raise ValueError(
-                f"filters.{self.end}({self.count}) counts blocks, and this model has none: no nn.ModuleList or "
-                f"nn.Sequential of like modules. Count linears, {self.end}({self.count}, of='linears'), or name them"
-            )
-        return None
-
-
-@dataclass(frozen=True)
-class _Where(Filter):
-    function: ModuleFilter
-    fact: str
-
-    def match(self, layer: Layer) -> Match:
+    def match(layer: Layer) -> Match:
         try:
-            verdict = self.function(layer.module, layer.fqn)
+            verdict = function(layer.module, layer.fqn)
         except Exception as error:
             what = f"filter raised {type(error).__name__} on {layer.fqn!r}: {error}"
             raise ValueError(f"{what}. The model was left as it was") from error
         if not isinstance(verdict, bool):
             raise TypeError(f"filter(module, fqn) returns True or False; it returned {verdict!r} for {layer.fqn!r}")
-        return Match(verdict, self.fact if verdict or not self.fact else f"not {self.fact}")
+        return Match(verdict, reason if verdict or not reason else f"not {reason}")
+
+    return Filter(match)
+
+
+def _pair(one: Filter, other: Filter, decisive: bool) -> Filter:
+    """Return `one & other`, or `one | other`; a match with the value `decisive` decides: False for &, True for |."""
+
+    def match(layer: Layer) -> Match:
+        reasons = []
+        for rule in (one, other):
+            selected, reason = rule.match(layer)
+            if selected == decisive:
+                return Match(selected, reason)
+            reasons.append(reason)
+        return Match(not decisive, ", ".join(dict.fromkeys(filter(None, reasons))))
+
+    return Filter(match, lambda layers: one.warn(layers) + other.warn(layers))
 
 
 def sizes(module: nn.Module) -> tuple[int, int]:
@@ -249,6 +134,10 @@ def sizes(module: nn.Module) -> tuple[int, int]:
     return getattr(module, in_features), getattr(module, out_features)
 
 
+def _is_a(module: nn.Module, owner: type[nn.Module] | str) -> bool:
+    return any(owner in (kind, kind.__name__) for kind in type(module).__mro__)
+
+
 def _class_name(kind: type[nn.Module] | str) -> str:
     return kind if isinstance(kind, str) else kind.__name__
 
@@ -257,8 +146,6 @@ __all__ = [
     "Filter", "FilterLike", "Layer", "Match", "ModuleFilter", "as_filter", "both", "first", "kind", "last",
     "layers_of", "name", "names_of", "of_precision", "shape", "sizes", "where",
 ]  # fmt: skip
-
-T = TypeVar("T")
 
 
 def name(*patterns: str) -> Filter:
@@ -270,7 +157,21 @@ def name(*patterns: str) -> Filter:
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"filters.name takes patterns one by one, as name('*.mlp.*', '*.q_proj'); got {pattern!r}")
-    return _Named(_nonempty("name", patterns, "'*.mlp.*'"))
+    _nonempty("name", patterns, "'*.mlp.*'")
+
+    def match(layer: Layer) -> Match:
+        pattern = next((p for p in patterns if any(fnmatchcase(name, p) for name in layer.names)), None)
+        if pattern is not None:
+            return Match(True, f"name matches {pattern!r}")
+        return Match(False, f"name does not match {' or '.join(map(repr, patterns))}")
+
+    def warn(layers: Sequence[Layer]) -> list[str]:
+        names = {name for layer in layers for name in layer.names}
+        parts = {part for layer in layers for part in layer.fqn.split(".")}
+        unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+        return [f"filter pattern {p!r} matches no linear layer{nearest(p.strip('*.'), parts)}" for p in unmatched]
+
+    return Filter(match, warn)
 
 
 def kind(*types: type[nn.Module] | str) -> Filter:
@@ -282,7 +183,22 @@ def kind(*types: type[nn.Module] | str) -> Filter:
     for owner in types:
         if not isinstance(owner, str) and not (isinstance(owner, type) and issubclass(owner, nn.Module)):
             raise TypeError(f"filters.kind takes classes of modules or their names, as 'LlamaMLP'; got {owner!r}")
-    return _OfKind(_nonempty("kind", types, "'LlamaMLP'"))
+    _nonempty("kind", types, "'LlamaMLP'")
+
+    def match(layer: Layer) -> Match:
+        for module in layer.module_path:
+            owner = next((owner for owner in types if _is_a(module, owner)), None)
+            if owner is not None:
+                return Match(True, f"{'is' if module is layer.module else 'inside'} a {_class_name(owner)}")
+        return Match(False, f"neither is nor is inside a {' or '.join(map(_class_name, types))}")
+
+    def warn(layers: Sequence[Layer]) -> list[str]:
+        modules = {module for layer in layers for module in layer.module_path}
+        known = {type(module).__name__ for module in modules}
+        unmatched = [_class_name(owner) for owner in types if not any(_is_a(module, owner) for module in modules)]
+        return [f"filter kind {name!r} matches no linear layer{nearest(name, known)}" for name in unmatched]
+
+    return Filter(match, warn)
 
 
 def shape(
@@ -299,7 +215,25 @@ def shape(
     """
     bounds = {"min_in": min_in, "max_in": max_in, "min_out": min_out, "max_out": max_out, "multiple_of": multiple_of}
     integers = {key: _count(f"shape({key}=…)", value) for key, value in bounds.items() if value is not None}
-    return _Shaped(**_nonempty("shape", integers, "min_in=4096"))
+    _nonempty("shape", integers, "min_in=4096")
+
+    def match(layer: Layer) -> Match:
+        facts = []
+        features = dict(zip(("in", "out"), sizes(layer.module), strict=True))
+        for which, size in features.items():
+            least, most = integers.get(f"min_{which}", size), integers.get(f"max_{which}", size)
+            if not least <= size <= most:
+                return Match(False, f"{which}_features {size} {f'< {least}' if size < least else f'> {most}'}")
+            facts += [f"{which}_features {size} ≥ {least}"] if f"min_{which}" in integers else []
+            facts += [f"{which}_features {size} ≤ {most}"] if f"max_{which}" in integers else []
+        if multiple_of is not None:
+            for which, size in features.items():
+                if size % multiple_of:
+                    return Match(False, f"{which}_features {size} is no multiple of {multiple_of}")
+            facts.append(f"multiples of {multiple_of}")
+        return Match(True, ", ".join(facts))
+
+    return Filter(match)
 
 
 def first(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
@@ -386,10 +320,9 @@ def _with_parents(fqn: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
-def _nonempty(function: str, arguments: T, example: str) -> T:
+def _nonempty(function: str, arguments: Collection[object], example: str) -> None:
     if not arguments:
         raise ValueError(f"filters.{function} needs at least one argument, e.g. {function}({example})")
-    return arguments
 
 
 def _count(function: str, count: int) -> int:
@@ -402,4 +335,23 @@ def _count(function: str, count: int) -> int:
 
 def _at_end(end: Literal["first", "last"], count: int, of: Literal["blocks", "linears"]) -> Filter:
     check_choice(f"filters.{end}: of", of, ("blocks", "linears"))
-    return _AtEnd(end, _count(end, count), of)
+    _count(end, count)
+
+    def match(layer: Layer) -> Match:
+        place = layer.block if of == "blocks" else layer.place
+        if place is None:
+            return Match(False, f"outside of all {of}")
+        index, total = place
+        inside = index < count if end == "first" else index >= total - count
+        ends = end if count == 1 else f"{end} {count}"
+        return Match(inside, f"{'' if inside else 'not '}in the {ends} of {total} {of}")
+
+    def warn(layers: Sequence[Layer]) -> list[str]:
+        if of == "blocks" and not any(layer.block for layer in layers):
+            raise ValueError(
+                f"filters.{end}({count}) counts blocks, and this model has none: no nn.ModuleList or nn.Sequential of "
+                f"like modules. Count linears, {end}({count}, of='linears'), or name them"
+            )
+        return []
+
+    return Filter(match, warn)

@@ -75,7 +75,7 @@ def default_plan(
     by_module: dict[nn.Module, list[Layer]] = {}
     for layer in layers.values():
         by_module.setdefault(layer.module, []).append(layer)
-    mismatches = [text for rule in used for part in rule.parts() if (text := part.mismatch(list(layers.values())))]
+    mismatches = [text for rule in used for text in rule.warn(list(layers.values()))]
     decisions = {}
     matched: set[str] = set()
     storages = {} if activations == "bf16" else (fusible if activations == "fused" else storable)(model)
