@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.nn import filters, weights
-from octavo.nn.experts import _decorated_code, experts_obstacle, experts_shape, looks_like_experts
+from octavo.nn.experts import _decorated_code, experts_shape, looks_like_experts
+from octavo.nn.select import obstacle
 from octavo.numerics import sqnr
 from support.moe_models import FAMILIES, experts_of, mixture, results, routed
 
@@ -219,7 +220,7 @@ def test_experts_of_unknown_code_stay_as_they_are_with_the_reason():
         (changed(recipe="mine"), "an attribute 'recipe' of its own"),
         (foreign, "chooses the experts implementation 'mine'"),
     ):
-        assert looks_like_experts(experts) and reason in experts_obstacle(experts), reason
+        assert looks_like_experts(experts) and reason in obstacle(experts), reason
         model = octavo.convert(nn.ModuleDict({"experts": experts, "linear": nn.Linear(64, 64)}), verbose=False)
         assert reason in octavo.report(model)[0].reason and not octavo.report(model)[0].converted
 

@@ -13,7 +13,6 @@ from torch import nn
 from octavo.activations.candidates import fusible, storable
 from octavo.activations.detect import original_class
 from octavo.activations.modules import (
-    STORAGE_ATTRIBUTE,
     HookedForward,
     Storage,
     activation_class,
@@ -274,15 +273,13 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     check_recipe_of_resident(fqn, module, new_recipe)
     checked_weight(fqn, module)
     with all_or_nothing(model):
-        storage, keep_weights = vars(module).get(STORAGE_ATTRIBUTE), bool(getattr(module, "keep_weights", False))
-        if converted and (experts or new_recipe is None):
-            restore_original_class(module)
         if new_recipe is None:
+            restore_original_class(module)
             make_plain([module])
-        elif experts:
-            convert_experts(module, new_recipe, storage, keep_weights)
-        elif is_converted(module):
+        elif is_converted(module) or is_converted_experts(module):
             vars(module)["recipe"] = new_recipe
+        elif experts:
+            convert_experts(module, new_recipe, None, False)
         else:
             set_class(module, fp8_class(original_class(module)), recipe=new_recipe)
         if not experts:

@@ -29,7 +29,7 @@ from octavo.nn.resident import ResidentWeight, StatesOfResident, is_computed_fro
 from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe, weight_only
 from octavo.runtime.derivatives import first_derivative_only
-from octavo.runtime.swap import has_own_forward, is_fully_sharded, set_class
+from octavo.runtime.swap import set_class
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import FakeTensor, is_traceable_wrapper_subclass, required_gradients
 from octavo.tensor import Order, ScaledTensor
@@ -168,7 +168,6 @@ _FLAGS = {  # Options of Transformers' decorator that `Experts` reads or that th
     "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "experts_interface",
 }  # fmt: skip
 STACKED = ("gate_up_proj", "up_proj", "down_proj")  # Weights of experts, 3-D; their biases are 2-D
-_ATTRIBUTES = ("recipe", "keep_weights", STORAGE_ATTRIBUTE)
 
 
 class Experts(StatesOfResident):
@@ -283,10 +282,9 @@ def is_converted_experts(module: nn.Module) -> TypeGuard[Experts]:
 
 
 def experts_obstacle(module: nn.Module) -> str | None:
-    """Return why experts cannot compute in FP8, or None; `looks_like_experts` holds."""
+    """Return why the code or the parameters of experts do not allow FP8, or None; `looks_like_experts` holds."""
     owner = original_class(module)
-    kind = f"{owner.__module__}.{owner.__qualname__}"
-    unknown = f"{kind} holds experts, but"
+    unknown = f"{owner.__module__}.{owner.__qualname__} holds experts, but"
     forward = inspect.getattr_static(owner, "forward", None)
     if getattr(forward, "__code__", None) is not _decorated_code() or not uses_default_call(owner):
         return f"{unknown} its forward is not that of Transformers' use_experts_implementation, so it is not known"
@@ -298,19 +296,10 @@ def experts_obstacle(module: nn.Module) -> str | None:
     if (implementation := _foreign_implementation(module, forward)) is not None:
         return f"{unknown} its config chooses the experts implementation {implementation!r}, which is not Transformers'"
     wrapped = filter(is_traceable_wrapper_subclass, module.parameters(recurse=False))  # or another library's
-    if is_fully_sharded(module) or not all(isinstance(parameter, ResidentWeight) for parameter in wrapped):
+    if not all(isinstance(parameter, ResidentWeight) for parameter in wrapped):
         return "sharded already: convert before sharding"
-    if has_own_forward(module):
-        return "its forward was replaced on the instance, so it would not be used: convert before that is done"
-    if (problem := _misfit(module)) is not None:
-        return f"{unknown} {problem}"
-    if taken := [name for name in _ATTRIBUTES if name in vars(module) and not isinstance(module, Experts)]:
-        return f"it has an attribute {taken[0]!r} of its own, which converted experts use: rename it"
-    try:
-        mixed_class(Experts, owner)
-    except Exception as error:
-        return f"making a subclass of {kind} raises {type(error).__name__}: {error}"
-    return None
+    problem = _misfit(module)
+    return None if problem is None else f"{unknown} {problem}"
 
 
 def _decorator() -> Any:

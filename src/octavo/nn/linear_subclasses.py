@@ -16,12 +16,14 @@ from octavo.activations.detect import ORIGINAL, original_class, uses_default_cal
 from octavo.activations.formulas import Formula, formula_of
 from octavo.activations.modules import STORAGE_ATTRIBUTE, forward_like, mixed_class
 from octavo.nn import equalized
+from octavo.nn.experts import Experts, looks_like_experts
 from octavo.nn.linear import Linear
 from octavo.nn.linear_like import LinearLike
 from octavo.runtime.linear_kinds import LINEAR, kind_of, kind_of_class
 from octavo.runtime.swap import has_own_forward, set_class
 
-ATTRIBUTES = ("recipe", "keep_weights", equalized.ATTRIBUTE)  # Attributes of a converted linear besides its parameters
+# Attributes of a converted layer besides its parameters
+ATTRIBUTES = ("recipe", "keep_weights", equalized.ATTRIBUTE, STORAGE_ATTRIBUTE)
 _COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
 
 
@@ -123,17 +125,20 @@ def fp8_class(original: Any) -> type[LinearLike]:
     return fp8
 
 
-def lossy_subclass(module: nn.Module) -> str | None:
-    """Return why a linear that computes the same as `nn.Linear` cannot change its class, or None."""
+def class_obstacle(module: nn.Module) -> str | None:
+    """Return why a linear that computes the same as `nn.Linear`, or experts, cannot change their class, or None."""
+    if isinstance(module, Experts):
+        return None
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     own = {*vars(module), *module._parameters, *module._buffers, *module._modules}
     own |= {name for owner in type(module).__mro__ for name in vars(owner)}
     if taken := [name for name in ATTRIBUTES if name in own]:
-        return f"it has an attribute {taken[0]!r} of its own, which a converted linear uses: rename it"
+        return f"it has an attribute {taken[0]!r} of its own, which a converted layer uses: rename it"
     if any(getattr(type(module), name, None) is not getattr(nn.Linear, name, None) for name in _COPYING):
         return f"{kind} copies itself in its own way, and the copy might not have its recipe"
     try:
-        fp8_class(type(module))
+        owner: Any = type(module)
+        mixed_class(Experts, owner) if looks_like_experts(module) else fp8_class(owner)
     except Exception as error:
         return f"making a subclass of {kind} raises {type(error).__name__}: {error}"
     return None
@@ -158,5 +163,5 @@ def change_since(module: nn.Module) -> str | None:
 
 def restore_original_class(module: nn.Module) -> None:
     set_class(module, original_class(module))
-    for name in (*ATTRIBUTES, STORAGE_ATTRIBUTE):
+    for name in ATTRIBUTES:
         vars(module).pop(name, None)  # a directly constructed Linear has class attributes only

@@ -19,7 +19,7 @@ from octavo.activations.candidates import fusible, storable
 from octavo.nn.experts import describe_experts, experts_obstacle, looks_like_experts
 from octavo.nn.filters import Filter, FilterLike, Layer, as_filter, layers_of, names_of, sizes
 from octavo.nn.linear_like import LinearLike
-from octavo.nn.linear_subclasses import computes_linear, lossy_subclass
+from octavo.nn.linear_subclasses import class_obstacle, computes_linear
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe, unequalized
@@ -125,15 +125,27 @@ def linears_with_exact_inputs(model: nn.Module, plan: Plan) -> list[str]:
 
 def obstacle(module: nn.Module) -> str | None:
     """Return why a module can never be converted, or None."""
-    if looks_like_experts(module):
-        return experts_obstacle(module)
+    if is_layer(module) and is_fully_sharded(module):
+        return "sharded by fully_shard already: convert before sharding"
+    own = experts_obstacle(module) if looks_like_experts(module) else _linear_obstacle(module)
+    if (reason := own or class_obstacle(module)) is not None:
+        return reason
+    if has_own_forward(module) and "_hf_hook" in vars(module):
+        return (
+            "accelerate's hook calls the forward that it had when the model was dispatched (device_map): call "
+            "accelerate.hooks.remove_hook_from_submodules(model), then octavo.convert, then accelerate.dispatch_model"
+        )
+    if has_own_forward(module):
+        return "its forward was replaced on the instance, so it would not be used: convert before that is done"
+    return None
+
+
+def _linear_obstacle(module: nn.Module) -> str | None:
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     if not is_linear(module):
         return f"{kind} is not a linear layer"
     if isinstance(module, nn.LazyLinear):
         return "not initialized: its shape is known after its first forward; convert then"
-    if is_fully_sharded(module):
-        return "sharded by fully_shard already: convert before sharding"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight without calling it, so its forward would not be used"
     if (quantized := _quantized_by(module)) is not None:
@@ -142,15 +154,6 @@ def obstacle(module: nn.Module) -> str | None:
         return "it is parametrized: convert the model before the parametrization is registered"
     if kind_of_class(type(module)) is None and not computes_linear(module):
         return f"{kind} is a subclass of nn.Linear with behaviour of its own; use nn.Linear there to convert it"
-    if (loss := lossy_subclass(module)) is not None:
-        return loss
-    if has_own_forward(module) and "_hf_hook" in vars(module):
-        return (
-            "accelerate's hook calls the forward that it had when the model was dispatched (device_map): call "
-            "accelerate.hooks.remove_hook_from_submodules(model), then octavo.convert, then accelerate.dispatch_model"
-        )
-    if has_own_forward(module):
-        return "its forward was replaced on the instance, so it would not be used: convert before that is done"
     return None
 
 
