@@ -43,80 +43,67 @@ MIN_COMPRESS_NUMEL = 1024  # Tensors with fewer elements stay as they are
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-class SavedTensors:
-    """Tensors saved for backward, detached, through the outer hooks if there are any."""
+class PackedTensor:
+    """Stands in for a saved tensor in the autograd graph: the tensor itself, until `save` is called."""
 
-    __slots__ = ("_items", "_unpack")
+    __slots__ = ("_items", "_restore", "_unpack", "tensor", "version")
 
-    def __init__(self, tensors: Sequence[Tensor | None], outer: Hooks | None, version: int | None = None) -> None:
-        self._unpack = None if outer is None else outer[1]
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = tensor._version
+        self._items: list[Any] = []  # Tensors with their versions, or what the outer hooks returned
+        self._unpack: Callable[[Any], Tensor] | None = None
+        self._restore: Callable[[list[Any]], Tensor] | None = None
+
+    def keep(self, outer: Hooks | None) -> None:
+        self.save([self.tensor], outer, None, self.version)
+
+    def save(
+        self, tensors: Sequence[Tensor | None], outer: Hooks | None, restore: Callable[[list[Any]], Tensor] | None,
+        version: int | None = None,
+    ) -> None:  # fmt: skip
+        """Save these, detached, through the outer hooks if there are any; `restore` computes the tensor from them."""
         if outer is None:
-            self._items: list[Any] = [
-                None if t is None else (t.detach(), t._version if version is None else version) for t in tensors
-            ]
+            versions = (None if t is None else t._version if version is None else version for t in tensors)
+            self._items = [t if t is None else (t.detach(), v) for t, v in zip(tensors, versions, strict=True)]
         else:
             with torch.no_grad():
                 self._items = [None if t is None else outer[0](t.detach()) for t in tensors]
+            self._unpack = outer[1]
+        self.tensor, self._restore = None, restore
 
     @property
     def present(self) -> list[Tensor]:
-        items = self._items if self._unpack is not None else [None if item is None else item[0] for item in self._items]
+        if self.tensor is not None:
+            return [self.tensor]
+        items = self._items if self._unpack is not None else [item and item[0] for item in self._items]
         return [item for item in items if isinstance(item, Tensor)]
 
-    def tensors(self) -> list[Tensor | None]:
-        """Return the tensors. Raises RuntimeError for one that was written to since, as autograd does."""
+    def unpack(self) -> Tensor:
+        """Return the tensor, restored. Raises RuntimeError if a second derivative is requested."""
+        if self._restore is None:
+            (tensor,) = self._saved()
+            return tensor  # type: ignore[no-any-return]
+        if torch.is_grad_enabled():  # backward with create_graph=True
+            raise RuntimeError(
+                "octavo: this tensor was stored in FP8, from which there is no second derivative: compute it inside "
+                "octavo.disabled(), or convert without activations='fp8'"
+            )
+        return self._restore(self._saved())
+
+    def _saved(self) -> list[Any]:
+        """Return what was saved. Raises RuntimeError for a tensor that was written to since, as autograd does."""
         if self._unpack is not None:
             return [None if item is None else self._unpack(item) for item in self._items]
-        for item in self._items:
+        items = self._items if self.tensor is None else [(self.tensor.detach(), self.version)]  # backward in forward
+        for item in items:
             if item is not None and item[0]._version != item[1]:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"a tensor {list(item[0].shape)} of {item[0].dtype} is at version {item[0]._version}; expected "
                     f"version {item[1]} instead"
                 )
-        return [None if item is None else item[0] for item in self._items]
-
-
-class PackedTensor:
-    """Stands in for a saved tensor in the autograd graph: the tensor itself, until `decide` is called."""
-
-    __slots__ = ("_restore", "_saved", "tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-        self.version = tensor._version
-        self._saved: SavedTensors | None = None
-        self._restore: Callable[[list[Any]], Tensor] | None = None
-
-    def decide(self, saved: SavedTensors, restore: Callable[[list[Any]], Tensor]) -> None:
-        """Save these instead; `restore` computes the tensor from them."""
-        self.tensor, self._saved, self._restore = None, saved, restore
-
-    def keep(self, outer: Hooks | None) -> None:
-        assert self.tensor is not None
-        self._saved, self.tensor = SavedTensors([self.tensor], outer, self.version), None
-
-    @property
-    def present(self) -> list[Tensor]:
-        if self._saved is not None:
-            return self._saved.present
-        return [] if self.tensor is None else [self.tensor]
-
-    def unpack(self) -> Tensor:
-        """Return the tensor, restored. Raises RuntimeError if a second derivative is requested."""
-        saved = self._saved
-        if saved is None:  # backward inside of forward
-            saved = SavedTensors([self.tensor], None, self.version)
-        if self._restore is None:
-            (tensor,) = saved.tensors()
-            assert tensor is not None
-            return tensor
-        if torch.is_grad_enabled():  # backward with create_graph=True
-            raise RuntimeError(
-                "octavo: this tensor was stored in FP8, from which there is no second derivative: compute it inside "
-                "octavo.disabled(), or convert without activations='fp8'"
-            )
-        return self._restore(saved.tensors())
+        return [item and item[0] for item in items]
 
 
 class CompressionHooks:
@@ -204,15 +191,15 @@ class CompressionHooks:
             # First choice: what its producer saved anyway. It was registered under the hooks outside of these.
             recomputable = None if key in unrounded else RECOMPUTABLE.find(tensor, self._outer and self._outer[0])
             if recomputable is not None:
-                tensors = SavedTensors(recomputable.tensors, self._outer)
-                saved.decide(tensors, partial(_recompute, recomputable.rematerializer, tensor.shape))
+                restore = partial(_recompute, recomputable.rematerializer, tensor.shape)
+                saved.save(recomputable.tensors, self._outer, restore)
             elif key in unrounded:
                 saved.keep(self._outer)
             else:
                 if key not in copies:  # one FP8 copy for all that save it, restored to the strides of each
                     copies[key] = quantize_for_backward(as_matrix(tensor))
                 restore = partial(_decompress, tensor.dtype, tensor.shape, dense_strides(tensor))
-                saved.decide(SavedTensors(copies[key], self._outer), restore)
+                saved.save(copies[key], self._outer, restore)
 
     def _rounded(self, outputs: object) -> set[int]:
         """Identities of the pending tensors that may be rounded."""
