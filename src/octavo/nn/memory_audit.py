@@ -28,7 +28,7 @@ class SavedStorage:
     bytes: int  # Size of the storage
     dtype: torch.dtype  # Dtype of the tensor that was saved first
     shape: tuple[int, ...]  # Shape of that tensor
-    owner: str = ""  # Name of the innermost running module; empty for the model itself, and without `owners=True`
+    owner: str = ""  # Name of the innermost running module; empty for the model itself, and unless `audit` asked
     op: str = ""  # Operation that saved it first, as autograd names it; empty if unknown
 
 
@@ -78,10 +78,10 @@ class Audit:
 
 
 @contextmanager
-def saved_for_backward(model: nn.Module, *, owners: bool = False) -> Iterator[Audit]:
+def saved_for_backward(model: nn.Module) -> Iterator[Audit]:
     """Measure what forward passes inside the block save for backward, in the order in which they save it."""
     # Run the forward inside, then read `.bytes`.
-    with _recorded(model, owners=owners) as (rows, _):
+    with _recorded(model, owners=False) as (rows, _):
         yield Audit(rows=rows)
 
 

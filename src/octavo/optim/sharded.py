@@ -38,7 +38,7 @@ def row_group(param: Tensor) -> dist.ProcessGroup | None:
     owner: Any = param
     places = placements_of(param)
     sharded_dims = [dim for dim, placement in enumerate(places) if not placement.is_replicate()]
-    if not sharded_dims or (param.ndim == 3 and all(_dim(places[dim]) == 0 for dim in sharded_dims)):
+    if not sharded_dims or (param.ndim == 3 and all(getattr(places[dim], "dim", None) == 0 for dim in sharded_dims)):
         return None
     if param.ndim == 2 and len(sharded_dims) == 1 and places[sharded_dims[0]].is_shard(0):
         group: dist.ProcessGroup = owner.device_mesh.get_group(sharded_dims[0])
@@ -107,12 +107,6 @@ def any_rank(flags: Tensor, params: Iterable[Any]) -> Tensor:
         dist.all_reduce(counts, dist.ReduceOp.MAX, group)
         flags = counts.bool().cpu()
     return flags
-
-
-def _dim(placement: object) -> int | None:
-    """Return the dimension that a placement shards, strided or not; None for others."""
-    dim: int | None = getattr(placement, "dim", None)
-    return dim
 
 
 def placements_of(param: Tensor) -> tuple[Any, ...]:
