@@ -68,22 +68,22 @@ class _NormRematerializer(Rematerializer):
     def gradients(self, grad: Tensor, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
         """Return ∂x, ∂weight and ∂bias; the producer's backward runs last."""
         x_MK, (rstd, mean) = self.inputs(tensors)[0], self.statistics(tensors)
-        self.forget()
+        self._memo.clear()  # as `forget`
         dx, dweight, dbias = _norm_gradients(as_rows(grad), x_MK, tensors[2], tensors[3], rstd, mean, self.norm)
         return dx.view(grad.shape), dweight, dbias
 
 
 class _ActivationRematerializer(Rematerializer):
-    def __init__(self, dtype: torch.dtype, activation: str) -> None:
+    def __init__(self, dtype: torch.dtype, activation: str, is_joint: bool = False, gate_first: bool = True) -> None:
         super().__init__(dtype)
-        self.activation = activation
+        self.activation, self.is_joint, self.gate_first = activation, is_joint, gate_first  # the last two of a GLU
 
     def _matrix(self, tensors: Sequence[Any]) -> Tensor:
         return FUNCTIONS[self.activation](self.inputs(tensors)[0])
 
     def gradients(self, grad: Tensor, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
         x = self.inputs(tensors)[0].reshape(grad.shape)
-        self.forget()
+        self._memo.clear()  # as `forget`
         if self.activation in ("silu", "quick_gelu"):
             return (torch.ops.aten.silu_backward(grad, x if self.activation == "silu" else 1.702 * x),)
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
@@ -92,10 +92,6 @@ class _ActivationRematerializer(Rematerializer):
 
 class _GluRematerializer(_ActivationRematerializer):
     """Recomputes h from data and scale of gate (without its bias) and up, and the bias or None."""
-
-    def __init__(self, dtype: torch.dtype, activation: str, is_joint: bool, gate_first: bool) -> None:
-        super().__init__(dtype, activation)
-        self.is_joint, self.gate_first = is_joint, gate_first
 
     def _inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
         *pairs, bias = tensors
@@ -115,7 +111,7 @@ class _GluRematerializer(_ActivationRematerializer):
     def gradients(self, grad: Tensor, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
         """Return ∂gate and ∂up, or those of the product that has both as halves."""
         gate, up = self.inputs(tensors)
-        self.forget()
+        self._memo.clear()  # as `forget`
         joined = self.is_joint and self.gate_first
         dgate, dup = glu_backward(as_rows(grad), gate, up, self.activation, joined=joined)
         if not self.is_joint:
