@@ -24,6 +24,7 @@ from octavo.nn.operands import JUST_IN_TIME, QuantizedGradient, Quantizer, quant
 from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.equalization import LARGEST_EXPONENT, ChannelScales, channel_amax, column_amax, equalize
 from octavo.numerics.recipe import Recipe
+from octavo.numerics.suggestions import grouped
 from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import (
@@ -448,10 +449,7 @@ def _refresh(layers: list[Equalized], all_reduce_max: Callable[[Tensor], Any], d
     reduced = exchanged.split([part.numel() for part in parts])
     rows = list(zip(reduced[::3], reduced[1::3], strict=True))
     labels = _labels(layers, torch.stack(reduced[2::3]).tolist())
-    groups: dict[int, list[int]] = {}
-    for index, label in enumerate(labels):
-        groups.setdefault(label, []).append(index)
-    for members in groups.values():
+    for members in grouped(zip(labels, range(len(layers)), strict=True)).values():
         x_amax, w_amax = (torch.stack([rows[i][part] for i in members]).amax(0) for part in (0, 1))
         previous = equalizer_of(layers[members[0]]).scales
         scales = equalize(x_amax, w_amax, None if previous is None else previous.to(device))

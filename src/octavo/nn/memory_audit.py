@@ -18,7 +18,7 @@ from octavo.activations.exactness import created_nodes
 from octavo.activations.saved_tensors import PackedTensor
 from octavo.nn.resident import Fp8Weight
 from octavo.numerics.display import Table
-from octavo.numerics.suggestions import merged, pattern
+from octavo.numerics.suggestions import grouped, merged, pattern
 from octavo.runtime.torch_compat import all_held_for_backward, is_dtensor, own_saved_tensors_hooks, tree_leaves
 from octavo.tensor import local_tensor
 
@@ -63,9 +63,7 @@ class Audit:
         return sums
 
     def __str__(self) -> str:
-        groups: dict[object, list[SavedStorage]] = {}
-        for row in self.rows:
-            groups.setdefault((pattern(row.owner), row.dtype, row.shape, row.op), []).append(row)
+        groups = grouped(((pattern(row.owner), row.dtype, row.shape, row.op), row) for row in self.rows)
         cells: list[tuple[str, ...]] = []
         for rows in sorted(groups.values(), key=lambda rows: -sum(row.bytes for row in rows)):
             first, total = rows[0], sum(row.bytes for row in rows)

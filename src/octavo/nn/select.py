@@ -23,7 +23,7 @@ from octavo.nn.linear_subclasses import class_obstacle, computes_linear
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe, unequalized
-from octavo.numerics.suggestions import nearest
+from octavo.numerics.suggestions import grouped, nearest
 from octavo.runtime.linear_kinds import kind_of_class
 from octavo.runtime.swap import has_own_forward, is_fully_sharded
 
@@ -72,9 +72,7 @@ def default_plan(
     linears = [module for module in model.modules() if is_layer(module)]
     counted = [m for m in linears if is_linear(m) and m not in heads and obstacle(m) is None]
     layers = layers_of(model, linears, counted)
-    by_module: dict[nn.Module, list[Layer]] = {}
-    for layer in layers.values():
-        by_module.setdefault(layer.module, []).append(layer)
+    by_module = grouped((layer.module, layer) for layer in layers.values())
     mismatches = [text for rule in used for text in rule.warn(list(layers.values()))]
     decisions = {}
     matched: set[str] = set()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.adamw import step
-from octavo.kernels.adamw.reference import GROUP, HyperParams, ParamState, Work, groups, seed_after, split
-from octavo.numerics.suggestions import check_choice
+from octavo.kernels.adamw.reference import GROUP, HyperParams, ParamState, groups, seed_after, split
+from octavo.numerics.suggestions import check_choice, grouped
 from octavo.optim.sharded import any_rank, first_row, local_rows, placements_of, splits_groups, sum_gradient
 from octavo.optim.states import (
     Entry,
@@ -159,10 +159,7 @@ class AdamW(Optimizer):
         if not math.isfinite(self._factor):
             raise ValueError(f"step_scaled takes a finite factor; got {self._factor}")
         self._numbers = {param: i for i, param in enumerate(p for g in self.param_groups for p in g["params"])}
-        by_spec: dict[str, list[Entry]] = {}
-        for group, param in work:
-            by_spec.setdefault(self.spec(group).name, []).append((group, param))
-        for entries in by_spec.values():
+        for entries in grouped((self.spec(entry[0]).name, entry) for entry in work).values():
             (self.spec(entries[0][0]).update or update_rows)(self, entries)
         return loss
 
@@ -330,12 +327,8 @@ class AdamW(Optimizer):
 def _nonfinite(tensors: list[list[Tensor]]) -> Tensor:
     """Return which lists have a tensor with NaN or Inf, bool [n] on the CPU; synchronizes once per device."""
     bad = torch.zeros(len(tensors), dtype=torch.bool, device="cpu")
-    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for i, members in enumerate(tensors):
-        for tensor in members:
-            if tensor.numel():
-                by_device.setdefault(tensor.device, []).append((i, tensor))
-    for device, entries in by_device.items():
+    numbered = ((i, tensor) for i, members in enumerate(tensors) for tensor in members if tensor.numel())
+    for device, entries in grouped((entry[1].device, entry) for entry in numbered).items():
         if device.type == "cpu":  # norms of bf16 take longer there than the rest of the step
             norms = [torch.stack(tensor.aminmax()).float().abs().amax() for _, tensor in entries]
         else:
@@ -356,13 +349,10 @@ def _seed(param: Tensor, index: int, count: int) -> int:
 
 def update_rows(optimizer: AdamW, entries: Sequence[Entry]) -> None:
     """Step parameters of one spec, with finite gradients, by the spec's `step` on each device."""
-    by_device: dict[torch.device, Work] = {}
     step = optimizer.spec(entries[0][0]).step
     assert step is not None
     states = [optimizer.next_state(group, param) for group, param in entries]
-    for state, hyper in states:
-        by_device.setdefault(state.param.device, []).append((state, hyper))
-    for work in by_device.values():
+    for work in grouped((entry[0].param.device, entry) for entry in states).values():
         step(work)
     for (_, param), (state, _) in zip(entries, states, strict=True):
         copy_back(param, state)

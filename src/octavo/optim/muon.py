@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.adamw import reference
 from octavo.kernels.adamw.reference import HyperParams, ParamState
+from octavo.numerics.suggestions import grouped
 from octavo.optim.adamw import ADAMW, OWN_KERNELS, AdamW, copy_back
 from octavo.optim.sharded import row_group
 from octavo.optim.states import Entry, Group, OptimizerSpec, matrix_view
@@ -104,10 +105,7 @@ class Muon(AdamW):
 
 def update_matrices(optimizer: AdamW, entries: Sequence[Entry]) -> None:
     """Step matrices, of those that some ranks share one for each rank at a time."""
-    by_ranks: dict[Any, list[Entry]] = {}
-    for group, param in entries:
-        by_ranks.setdefault(row_group(param), []).append((group, param))
-    for ranks, shared in by_ranks.items():
+    for ranks, shared in grouped((row_group(entry[1]), entry) for entry in entries).items():
         count = 1 if ranks is None else dist.get_world_size(ranks)
         for start in range(0, len(shared), count):
             part = shared[start : start + count]
