@@ -1,7 +1,6 @@
 """Memory extrapolated from two and three blocks equals, to the byte, that of the whole model; what it follows."""
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from octavo.planner.step_memory import (
     StepTrace,
     StorageEvents,
     Timeline,
-    repeated,
     trace_blocks,
 )
 from octavo.planner.trace import Stack
@@ -45,7 +43,7 @@ STEPS = {
 
 
 def run_step(blocks, *, level="fp8", chunked=True, vocabulary=500, optimizer=octavo.AdamW, recompute=False,
-             accumulated=False, length=256):  # fmt: skip
+             accumulated=False):  # fmt: skip
     model = llama(num_hidden_layers=blocks, vocab_size=vocabulary, max_position_embeddings=320).bfloat16()
     if chunked:
         chunked_loss(model)
@@ -54,7 +52,7 @@ def run_step(blocks, *, level="fp8", chunked=True, vocabulary=500, optimizer=oct
         octavo.convert(copy, precision=octavo.Precision.level(level), verbose=False)
         for block in find_blocks(copy) if recompute else ():
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        ids = torch.zeros(2, length, dtype=torch.int64)
+        ids = torch.zeros(2, 256, dtype=torch.int64)
         batch, config = {"input_ids": ids, "labels": ids, "use_cache": False}, StepConfig(micro_batches=1 + accumulated)
         return trace_step(copy, batch, optimizer(copy.parameters()), default_loss, config, 512)
 
@@ -71,15 +69,15 @@ def few_blocks(few, *more, extra):
     steps = {(): few} | {(index,): step for index, step in enumerate(more)}
     stacks = [Stack(str(index), "x" * (2 + n), 2) for index, n in enumerate(extra)]
 
-    def trace(counts, size):
-        return steps[tuple(i for i, count in enumerate(counts.values()) if count == 3)] if counts else None
+    def trace(counts):
+        return steps[tuple(i for i, count in enumerate(counts.values()) if count == 3)] if counts else few
 
-    traced = trace_blocks(trace, 1, stacks)
-    return traced if traced.growths else None
+    whole = trace_blocks(trace, stacks)
+    return whole if whole.stacks else None
 
 
 def grown(*steps, extra):
-    return few_blocks(*steps, extra=extra).whole[0]
+    return few_blocks(*steps, extra=extra).series
 
 
 @pytest.mark.slow
@@ -109,26 +107,6 @@ def test_steps_that_differ_by_more_than_one_block_are_no_basis():
     assert grown(few, more, extra=[10]).peak.total == 9 + 1 + 12 * 2 + 3
     other = events([9, 1, 2, 2, 2, 4, -4, -2, -2, -2, -1], 6, 11)  # the last one takes more, too
     assert few_blocks(few, other, extra=[10]) is None
-
-
-@pytest.mark.parametrize("options", [STEPS["bf16"], STEPS["all"]], ids=["bf16", "all"])
-@pytest.mark.thorough
-def test_another_batch_from_one_step(options):
-    """Each block of forward and backward repeats the one before, so two blocks show what all add."""
-    few, more = (run_step(blocks, **options) for blocks in (2, 3))
-    longer, whole = (run_step(blocks, length=320, **options) for blocks in (2, 11))
-    known = few_blocks(few, more, extra=[9])
-    (growth, _), longer = known.growths[0], longer.events
-    again = repeated(longer, few.events, growth)
-    assert replace(known, step=as_step(longer), growths=[(again, 9)]).whole[0].peak == whole.events.series.peak
-    assert replace(known, step=as_step(longer)).whole[0].peak != whole.events.series.peak
-    at = growth.forward.source
-    other = [*longer.forward[:at], longer.forward[at]._replace(kind="of another kind"), *longer.forward[at + 1 :]]
-    assert repeated(replace(longer, forward=other), few.events, growth) is None
-    for name in ("forward", "backward"):
-        unlike = replace(growth, **{name: replace(getattr(growth, name), source=None)})
-        assert repeated(longer, few.events, unlike) is None
-    assert repeated(replace(longer, after=[*longer.backward[-1:], *longer.after]), few.events, growth) is None
 
 
 def test_two_stacks_grow_independently():

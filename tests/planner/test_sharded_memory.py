@@ -42,7 +42,7 @@ def predicted(name, arm, recompute):
     chunked_loss(model)
     fp8 = {"gather": {"fp8_gather": True}, "on": {"fp8_gather": True, "fp8_reduce": True}, "off": {}}[ARMS[arm][1]]
 
-    def trace(counts, size):
+    def trace(counts):
         with fake_tensors() as mode:
             copy = copy_with_blocks(model, counts, mode, CPU)
             for block in find_blocks(copy) if recompute else ():
@@ -51,8 +51,8 @@ def predicted(name, arm, recompute):
             batch = fake_batch({"input_ids": (1, 8192), "labels": (1, 8192), "use_cache": False}, None, None, CPU)
             return trace_step(copy, batch, stepper, default_loss, StepConfig(reduce_bytes=2, **fp8), 512)
 
-    few = trace_blocks(trace, 1, [Stack("model.layers", [f"model.layers.{i}" for i in range(blocks)], 2)])
-    return few.whole[0], few.step, blocks
+    whole = trace_blocks(trace, [Stack("model.layers", [f"model.layers.{i}" for i in range(blocks)], 2)])
+    return whole.series, whole.traced, blocks
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["accumulated", "recomputed"])

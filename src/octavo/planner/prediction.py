@@ -5,7 +5,6 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -26,13 +25,12 @@ from octavo.planner.step_memory import (
     GRADIENTS,
     KINDS,
     TEMPORARIES,
-    FewBlocks,
     StepTrace,
+    WholeStep,
     memory_per_rank,
-    trace_again,
     trace_blocks,
 )
-from octavo.planner.trace import Trace, block_kinds, equal_stacks
+from octavo.planner.trace import Stack, Trace, block_kinds, equal_stacks
 from octavo.runtime.blocks import Absent, find_block_list, find_blocks
 
 ALL_BF16 = Plan({})  # The plan of a model in bf16: no decisions
@@ -81,7 +79,7 @@ class Workload:
     # Bytes of a micro-batch's hidden states on a GPU of a pipeline, and of the message with them, by sequences.
     message: "Callable[[Workload, int], tuple[int, int]]" = lambda workload, size: (0, 0)
     notes: tuple[str, ...] = ()
-    traced: dict[Hashable, FewBlocks] = field(default_factory=dict, compare=False)  # First steps, by kind of stage
+    traced: dict[Hashable, WholeStep] = field(default_factory=dict, compare=False)  # First steps, by kind of stage
 
     def at_bf16(self, **changes: Any) -> "Workload":
         """Return the same step at level bf16, which is traced and runs in other ways."""
@@ -126,25 +124,25 @@ class Workload:
     def _stage_memory(self, kind: Hashable, stage: Stage, size: int) -> MemoryPlan:
         """Trace a step of a stage alone, and take the share of a rank."""
         config, model = self.step_config, stage.model
-        trace = partial(self.trace_step, self, stage)
-        if kind not in self.traced:
-            stacks = equal_stacks(model, self.plan or ALL_BF16) if self.extrapolates else ()
-            self.traced[kind] = trace_blocks(trace, size, stacks)
-        few = trace_again(trace, size, self.traced[kind])
-        (series, messages, rest), block, blocks = few.whole, few.step.block, len(find_blocks(model))
+        stacks: Sequence[Stack] = equal_stacks(model, self.plan or ALL_BF16) if self.extrapolates else ()
+        if kind in self.traced:  # for another number of sequences
+            stacks = self.traced[kind].stacks
+        whole = trace_blocks(lambda counts: self.trace_step(self, stage, counts, size), stacks)
+        self.traced.setdefault(kind, whole)
+        series, block, blocks = whole.series, whole.traced.block, len(find_blocks(model))
         if config.shards > 1 or self.offloaded:
             # Elements of all parameters over those of a rank that has 1 / `ep` of the experts.
             experts = sum(p.numel() for m in model.modules() if looks_like_experts(m) for p in m.parameters())
-            whole = sum(p.numel() for p in model.parameters())
-            spread = whole / (whole - experts + experts / config.ep)
-            series = memory_per_rank(series, config, blocks, block, rest, offloaded=self.offloaded, spread=spread)
+            elements = sum(p.numel() for p in model.parameters())
+            spread = elements / (elements - experts + experts / config.ep)
+            series = memory_per_rank(series, config, blocks, block, whole.rest, offloaded=self.offloaded, spread=spread)
         series = series.merge(BLOCK_GRADIENTS, GRADIENTS)
         if config.copies > 1 and config.shards == 1:  # DDP's buckets hold all gradients a second time
-            series = series.plus({GATHERED: blocks * block.gradients + rest.gradients}, {})
-        count = few.stacks[0].few if few.stacks else blocks
+            series = series.plus({GATHERED: blocks * block.gradients + whole.rest.gradients}, {})
+        count = whole.stacks[0].few if whole.stacks else blocks
         return MemoryPlan(
-            batch=size, tokens=few.step.tokens, series=series, traced_blocks=(count, blocks), outputs=few.step.outputs,
-            messages=(messages,), notes=self.notes, replan=self.memory,
+            batch=size, tokens=whole.traced.tokens, series=series, traced_blocks=(count, blocks),
+            outputs=whole.traced.outputs, messages=(whole.messages,), notes=self.notes, replan=self.memory,
         )  # fmt: skip
 
 

@@ -12,9 +12,9 @@ By the rules of torch 2.13's FSDP2, a rank of many holds, of what one process wi
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -303,11 +303,11 @@ class StepTrace:
     outputs: int = 0  # Number of tensors that its operations return
 
     @property
-    def amounts(self) -> dict[tuple[Any, ...], int]:
+    def amounts(self) -> Counter[tuple[Any, ...]]:
         """All numbers that grow by the same with each block."""
         rows: dict[Any, Any] = {"held": self.events.held, "sent": self.messages, "rest": asdict(self.rest)}
         rows |= {("after", phase): peak for phase, peak in self.events.peaks_after_backward.items()}
-        return {(row, key): size for row, sizes in rows.items() for key, size in sizes.items()}
+        return Counter({(row, key): size for row, sizes in rows.items() for key, size in sizes.items()})
 
 
 def follow_step(
@@ -390,109 +390,54 @@ def make_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 # The step of all blocks, from steps of a few
 
 
-@dataclass(frozen=True)
-class Growth:
-    """What one block more adds to a step of few blocks."""
+@dataclass(frozen=True, kw_only=True)
+class WholeStep:
+    """A step of all blocks of a model."""
 
-    forward: Insertion
-    backward: Insertion
-    amounts: Mapping[tuple[Any, ...], int]  # By which the `StepTrace.amounts` grow
-
-
-TraceBlocks = Callable[[Mapping[str, int], int], StepTrace]
-"""Traces a step of the model with so many blocks of some stacks, by name, and a batch of this many sequences."""
+    traced: StepTrace  # The step that was traced
+    stacks: Sequence[Stack] = ()  # Of which it has few blocks
+    series: MemorySeries
+    messages: Sent
+    rest: ShardGroup  # Parameters outside the blocks of the first stack
 
 
-@dataclass(frozen=True)
-class FewBlocks:
-    """A step of few blocks, and what more blocks of each stack add to it; of all blocks, without stacks."""
-
-    size: int  # Its sequences
-    step: StepTrace
-    stacks: Sequence[Stack] = ()
-    growths: Sequence[tuple[Growth, int]] = ()  # With the number of blocks
-
-    @property
-    def whole(self) -> tuple[MemorySeries, Sent, ShardGroup]:
-        """Memory of a step of all blocks, its messages, and its parameters outside the blocks of the first stack."""
-        step = self.step
-        if not self.growths:
-            return step.events.series, step.messages, step.rest
-        amounts = step.amounts
-        for growth, extra in self.growths:
-            for key, size in growth.amounts.items():
-                amounts[key] = amounts.get(key, 0) + extra * size
-        rows: dict[Any, dict[Any, int]] = {"sent": {}}
-        for (row, key), size in amounts.items():
-            rows.setdefault(row, {})[key] = size
-        events: list[Event] = []
-        for name in ("forward", "backward"):
-            events += insert(getattr(step.events, name), [(getattr(g, name), n) for g, n in self.growths])
-        # After backward, the peak of each phase.
-        peaks = {row[1]: peak for row, peak in rows.items() if row[0] == "after"}
-        kinds = dict.fromkeys((kind for peak in peaks.values() for kind in peak), 0)
-        series = memory_series(kinds | rows["held"], events)
-        table = torch.tensor([[peak.get(kind, 0) for kind in series.kinds] for peak in peaks.values()], device="cpu")
-        table = torch.cat([series.table, table.reshape(-1, len(series.kinds)).long()])
-        series = MemorySeries(series.kinds, [*series.phases, *peaks], table)
-        return series, rows["sent"], ShardGroup(**rows["rest"])
+def trace_blocks(trace: Callable[[Mapping[str, int]], StepTrace], stacks: Sequence[Stack]) -> WholeStep:
+    """Trace a step with few blocks of each stack, by name; with all of them if few do not show what all add."""
+    if (whole := from_few_blocks(stacks, trace, extrapolate_step)) is not None:
+        return whole
+    step = trace({})
+    return WholeStep(traced=step, series=step.events.series, messages=step.messages, rest=step.rest)
 
 
-def trace_blocks(trace: TraceBlocks, size: int, stacks: Sequence[Stack]) -> FewBlocks:
-    """Trace a step on few blocks of each stack; on all of them if few do not show what all add."""
-
-    def combine(stacks: Sequence[Stack], few: StepTrace, more: Sequence[StepTrace]) -> FewBlocks | None:
-        growths = [growth for other in more if (growth := _growth(few, other)) is not None]
-        if len(growths) < len(more):
+def extrapolate_step(stacks: Sequence[Stack], few: StepTrace, more: Sequence[StepTrace]) -> WholeStep | None:
+    """Return the step of all blocks, from one with few of each stack, and for each short stack one with one more."""
+    forward, backward = list[tuple[Insertion, int]](), list[tuple[Insertion, int]]()
+    first = few.amounts
+    amounts = Counter(first)
+    for other, extra in zip(more, (stack.extra for stack in stacks if stack.extra), strict=True):
+        ahead = insertion(few.events.forward, other.events.forward)
+        back = insertion(few.events.backward, other.events.backward)
+        if ahead is None or back is None or not ahead.part or ahead.source is None:
+            return None  # more than a block differs; or the block did not run, or not as the one before it
+        if {event.phase for event in few.events.after} != {event.phase for event in other.events.after}:
             return None
-        return FewBlocks(size, few, stacks, list(zip(growths, (s.extra for s in stacks if s.extra), strict=True)))
-
-    few = from_few_blocks(stacks, lambda counts: trace(counts, size), combine)
-    return FewBlocks(size, trace({}, size)) if few is None else few
-
-
-def _growth(few: StepTrace, more: StepTrace) -> Growth | None:
-    """Compare two steps of models that differ by a block; None if they differ elsewhere, too."""
-    forward = insertion(few.events.forward, more.events.forward)
-    backward = insertion(few.events.backward, more.events.backward)
-    if forward is None or backward is None or not forward.part or forward.source is None:
-        return None  # more than a block differs; or the block did not run, or not as the one before it
-    if {event.phase for event in few.events.after} != {event.phase for event in more.events.after}:
-        return None
-    one, other = few.amounts, more.amounts
-    return Growth(forward, backward, {key: other.get(key, 0) - one.get(key, 0) for key in {**one, **other}})
-
-
-def trace_again(trace: TraceBlocks, size: int, known: FewBlocks) -> FewBlocks:
-    if size == known.size:
-        return known
-    # What collectives send grows with the batch, so it takes the step with one more block.
-    if known.growths and not known.step.messages:
-        with suppress(ValueError):  # a tower is read at a block that it lacks
-            few = trace({stack.name: stack.few for stack in known.stacks}, size)
-            growths = [(repeated(few.events, known.step.events, growth), extra) for growth, extra in known.growths]
-            again = [(growth, extra) for growth, extra in growths if growth is not None]
-            if len(again) == len(growths):
-                return replace(known, size=size, step=few, growths=again)
-    return trace_blocks(trace, size, known.stacks)
-
-
-def repeated(step: StorageEvents, few: StorageEvents, known: Growth) -> Growth | None:
-    """Return the growth of a step with another batch than `few`, whose growth is known; None if that takes a trace."""
-    if step.after != few.after:  # of parameters, whatever the batch
-        return None
-    passes = []
-    for part, events, earlier in (
-        (known.forward, step.forward, few.forward), (known.backward, step.backward, few.backward),
-    ):  # fmt: skip
-        if part.source is None:
-            return None
-        length = len(part.part)
-        last = max(part.at, part.source + length)  # of what follows, such as a loss in chunks, nothing is assumed
-        if [(e.kind, e.phase) for e in events[:last]] != [(e.kind, e.phase) for e in earlier[:last]]:
-            return None
-        passes.append(replace(part, part=events[part.source : part.source + length]))
-    return replace(known, forward=passes[0], backward=passes[1])
+        forward.append((ahead, extra))
+        backward.append((back, extra))
+        grown = other.amounts
+        amounts.update({key: extra * (grown[key] - first[key]) for key in first | grown})
+    rows: dict[Any, dict[Any, int]] = {"sent": {}}
+    for (row, key), size in amounts.items():
+        rows.setdefault(row, {})[key] = size
+    # After backward, the peak of each phase.
+    peaks = {row[1]: peak for row, peak in rows.items() if row[0] == "after"}
+    kinds = dict.fromkeys((kind for peak in peaks.values() for kind in peak), 0)
+    events = [*insert(few.events.forward, forward), *insert(few.events.backward, backward)]
+    series = memory_series(kinds | rows["held"], events)
+    table = torch.tensor([[peak.get(kind, 0) for kind in series.kinds] for peak in peaks.values()], device="cpu")
+    table = torch.cat([series.table, table.reshape(-1, len(series.kinds)).long()])
+    series = MemorySeries(series.kinds, [*series.phases, *peaks], table)
+    rest = ShardGroup(**rows["rest"])
+    return WholeStep(traced=few, stacks=stacks, series=series, messages=rows["sent"], rest=rest)
 
 
 # What one of several GPUs holds
