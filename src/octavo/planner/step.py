@@ -18,7 +18,6 @@ Pipelines. Each rank computes the actions of torch's schedule in their order, no
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 from octavo.numerics import Precision
@@ -352,21 +351,9 @@ class Action:
 
 @cache
 def schedule_actions(schedule: str, ranks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+    from octavo.runtime.torch_compat import get_schedule_ops  # slow import
 
-    kind: Any = get_schedule_class(schedule)
-    single = issubclass(kind, PipelineScheduleSingle)
-    count = ranks if single else 2 * ranks
-    own = [0] if single else [0, count - 1] if schedule in ("ZBVZeroBubble", "DualPipeV") else [0, ranks]
-    stages = [
-        SimpleNamespace(
-            num_stages=count, group_size=ranks, group_rank=0, stage_index=index, is_first=index == 0,
-            is_last=index == count - 1, has_backward=True, stage_index_to_group_rank=None, submod=None,
-        )
-        for index in own
-    ]  # fmt: skip
-    order = kind(stages[0] if single else stages, micro_batches).pipeline_order
-    rows = [list(_actions(order[rank])) for rank in range(ranks)]
+    rows = [list(_actions(row)) for row in get_schedule_ops(schedule, ranks, micro_batches)]
     if schedule == "1F1B":  # torch 2.13 numbers the forwards of the last rank from 1, and runs them from 0
         forwards = iter(range(micro_batches))
         rows[-1] = [Action("F", a.stage, next(forwards)) if a.kind == "F" else a for a in rows[-1]]

@@ -57,6 +57,7 @@ _DISTRIBUTED = {  # Private names of packages that are slow to import: imported 
     "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
     "get_default_store": "torch.distributed.distributed_c10d:_get_default_store",
+    "get_schedule_ops": "torch.distributed.pipelining._schedule_visualizer:get_schedule_ops",
 }
 
 
