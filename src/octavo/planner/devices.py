@@ -140,73 +140,7 @@ def _field_types() -> dict[str, Any]:
 
 _MAY_BE_ZERO = ("fp8_tflops", "launch_us", "host_us", "capability")
 
-_FILE = Path(__file__).with_name("h100.json")  # By the benchmark `rates` (docs/log.md) from that card's results
-_UNMEASURED = (
-    "published: by block 0.62 (DeepSeek-style forward in torchao, 1234 TFLOP/s); assumed: attention 0.40, links 0.80, "
-    "2.5 µs a launch, 8 µs of host an operation"
-)
-_SHARES = json.loads(_FILE.read_text("utf-8"))["gpu"]
-_H100 = Gpu(
-    name="H100 SXM", bf16_tflops=989, fp8_tflops=1979, memory_tbs=3.35, memory_gib=80, link_gbs=450,
-    capability=90, multiprocessors=132, rates_from="NVIDIA H100 data sheet, 2023",
-    **_SHARES | {"efficiency_from": f"{_SHARES['efficiency_from']}; {_UNMEASURED}"}, measured=read_measurements(_FILE),
-)  # fmt: skip
-_LIKE_H100 = replace(_H100, measured=None, efficiency_from="assumed: those measured on an H100 SXM")
-_ADA = "NVIDIA Ada GPU architecture white paper, 2023"
-
-DEVICES: dict[str, Gpu] = {  # Known GPUs by their short name
-    "h100": _H100,
-    "h100-pcie": replace(
-        _LIKE_H100, name="H100 PCIe", bf16_tflops=756, fp8_tflops=1513, memory_tbs=2.0, link_gbs=64,
-        multiprocessors=114,
-        rates_from="NVIDIA H100 data sheet, 2023; link: PCIe 5.0, without NVLink bridges",
-    ),
-    "h200": replace(
-        _LIKE_H100, name="H200 SXM", memory_tbs=4.8, memory_gib=140, bf16_efficiency=0.80, memory_efficiency=0.90,
-        rates_from="NVIDIA H200 data sheet, 2024 (141 GB there)",
-        efficiency_from="published for an H200: bf16 0.80 (788 TFLOP/s at 8192³), copies 0.90 (4.3 TB/s); assumed: FP8 "
-        f"and maxima of columns as measured on an H100 SXM; {_UNMEASURED}",
-    ),
-    "h800": replace(
-        _LIKE_H100, name="H800 SXM", link_gbs=200,
-        rates_from="as H100 SXM, with NVLink of 400 GB/s in both directions together (as reported in 2023)",
-    ),
-    "a100": Gpu(
-        name="A100 SXM 80 GB", bf16_tflops=312, fp8_tflops=0, memory_tbs=2.039, memory_gib=80, link_gbs=300,
-        capability=80, multiprocessors=108, rates_from="NVIDIA A100 data sheet, 2021",
-    ),
-    "l4": Gpu(
-        name="L4", bf16_tflops=121, fp8_tflops=242, memory_tbs=0.3, memory_gib=22.5, link_gbs=32,
-        capability=89, multiprocessors=58,
-        rates_from="NVIDIA L4 data sheet, 2023; of 24 GB, ECC takes 1.5; link: PCIe 4.0",
-    ),
-    "l40s": Gpu(
-        name="L40S", bf16_tflops=362, fp8_tflops=733, memory_tbs=0.864, memory_gib=45, link_gbs=32,
-        capability=89, multiprocessors=142,
-        rates_from="NVIDIA L40S data sheet, 2023; of 48 GB, ECC takes 3; link: PCIe 4.0",
-    ),
-    "rtx4090": Gpu(
-        name="RTX 4090", bf16_tflops=165.2, fp8_tflops=330.3, memory_tbs=1.008, memory_gib=24, link_gbs=32,
-        capability=89, multiprocessors=128, rates_from=f"{_ADA} (float32 accumulation); link: PCIe 4.0",
-    ),
-    "rtx5090": Gpu(
-        name="RTX 5090", bf16_tflops=209.5, fp8_tflops=419, memory_tbs=1.792, memory_gib=32, link_gbs=64,
-        capability=120, multiprocessors=170, native_mx=True,
-        rates_from="NVIDIA RTX Blackwell architecture white paper, 2025 (float32 accumulation); link: PCIe 5.0",
-    ),
-    "b200": Gpu(
-        name="B200", bf16_tflops=2250, fp8_tflops=4500, memory_tbs=8.0, memory_gib=180, link_gbs=900,
-        capability=100, multiprocessors=148, native_mx=True, block_efficiency=0.70,
-        rates_from="NVIDIA HGX B200 data sheet, 2024",
-    ),
-    "mi300x": Gpu(
-        name="MI300X", bf16_tflops=1307, fp8_tflops=2615, memory_tbs=5.3, memory_gib=192, link_gbs=448,
-        multiprocessors=304, bf16_efficiency=0.50, fp8_efficiency=0.40, block_efficiency=0.35,
-        attention_efficiency=0.25, memory_efficiency=0.80, rates_from="AMD Instinct MI300X data sheet, 2023",
-        efficiency_from="assumed: lower than Hopper's; Octavo was not tried on it",
-    ),
-}  # fmt: skip
-
+DEVICES: dict[str, Gpu] = {}  # Known GPUs by their short name
 _ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "4090": "rtx4090", "5090": "rtx5090", "a100-sxm": "a100"}
 
 
@@ -302,3 +236,19 @@ def _gpu_from_table(table: Mapping[str, Any], where: str) -> Gpu:
 
 _TYPES: dict[str, tuple[type, ...]] = {"a string": (str,), "true or false": (bool,), "a number": (int, float)}
 _REQUIRED = [field.name for field in fields(Gpu) if field.default is MISSING]
+
+# The known GPUs: gpus.json has what data sheets say, and h100.json what the benchmark `rates` (docs/log.md) measured.
+
+
+def _known_gpus() -> None:
+    folder = Path(__file__).parent
+    shares = json.loads((folder / "h100.json").read_text("utf-8"))["gpu"]
+    for key, table in json.loads((folder / "gpus.json").read_text("utf-8")).items():
+        DEVICES[key] = _gpu_from_table(table, key)
+        if key == "h100":
+            source = f"{shares['efficiency_from']}; {table['efficiency_from']}"
+            measured = read_measurements(folder / "h100.json")
+            DEVICES[key] = replace(DEVICES[key], **shares | {"efficiency_from": source}, measured=measured)
+
+
+_known_gpus()
