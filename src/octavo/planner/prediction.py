@@ -142,7 +142,7 @@ class Workload:
         count = whole.stacks[0].few if whole.stacks else blocks
         return MemoryPlan(
             batch=size, tokens=whole.traced.tokens, series=series, traced_blocks=(count, blocks),
-            outputs=whole.traced.outputs, messages=(whole.messages,), notes=self.notes, replan=self.memory,
+            messages=(whole.messages,), notes=self.notes, replan=self.memory,
         )  # fmt: skip
 
 
