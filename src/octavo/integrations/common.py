@@ -3,7 +3,7 @@
 import math
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from typing import Any
@@ -21,7 +21,7 @@ from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import PLAN_ATTRIBUTE
 from octavo.nn.select import is_layer
 from octavo.numerics.precision import AUTO, Precision
-from octavo.numerics.recipe import DEFAULT, DERIVED, RECIPES, Recipe, get_recipe
+from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
 from octavo.numerics.suggestions import nearest
 from octavo.optim import AdamW
 from octavo.planner.auto_convert import convert
@@ -231,8 +231,7 @@ class Fp8State:
         if unknown or (unnamed := [name for name in own if name not in state["recipes"]]):
             fault = f"this one has no {unknown[0]!r}" if unknown else f"it has no recipe of {unnamed[0]!r}"
             raise ValueError(f"the FP8 state is of another model: {fault}")
-        own_recipes = {modules[name].recipe.name for name in own}
-        recipes = {name: _saved_recipe(name, recipe, own_recipes) for name, recipe in state["recipes"].items()}
+        recipes = {name: recipe and Recipe.from_json(recipe) for name, recipe in state["recipes"].items()}
         if self.monitor is not None:
             self.monitor.load_state_dict(state)
         for name, recipe in recipes.items():
@@ -250,20 +249,6 @@ def warn_if_forgotten(used: object, precision: Precision) -> None:
             f"{precision.label!r}: pass precision={used['precision'].split()[0]!r} to go on as before",
             stacklevel=2,
         )
-
-
-def _saved_recipe(layer: str, fields_of_recipe: Mapping[str, Any] | None, own: Collection[str]) -> Recipe | None:
-    # Raises ValueError if its name is none of Octavo's recipes, nor of the model's own, nor made from one of these.
-    if fields_of_recipe is None:
-        return None
-    recipe = Recipe.from_json(dict(fields_of_recipe))
-    known = {*RECIPES, *own}
-    if recipe.name not in known and not any(recipe.name.removesuffix(suffix) in known for suffix in DERIVED):
-        raise ValueError(
-            f"recipe {recipe.name!r} of {layer!r} is unknown{nearest(recipe.name, known)}. Known: "
-            f"{', '.join(sorted(known))}. Convert the model with a recipe of your own before the run resumes"
-        )
-    return recipe
 
 
 def _recipe_of(module: nn.Module) -> dict[str, Any] | None:

@@ -120,7 +120,6 @@ _OPERANDS = ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
 _OPTIONAL = ("equalization", "weight_only")  # Fields that `to_json` omits if zero or False
 
 _WEIGHT_ONLY, _EQUALIZED = "_weight_only", "_equalized"
-DERIVED = (_WEIGHT_ONLY, _EQUALIZED)  # Ends of the names of recipes that are made from others
 
 
 def _epilogue(spec: QuantSpec, folds: bool, equalization: int) -> QuantSpec | None:
