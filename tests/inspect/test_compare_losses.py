@@ -2,7 +2,6 @@
 
 import math
 import re
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -175,14 +174,7 @@ def test_an_arm_that_failed_takes_no_part_in_separation():
         (BASE, [BASE], {}, "arms are a mapping of names to losses"),
         (BASE, {"a": BASE}, {"margin": 0}, "above 0 and below 100"),
         (BASE, {"a": BASE}, {"margin": NAN}, "above 0 and below 100"),
-        (BASE, {"a": BASE}, {"margin": Fraction(1, 10**400)}, "above 0 and below 100"),
-        (BASE, {"a": BASE}, {"confidence": 10**400}, "50 % or more and below 100 %"),
         (BASE, {"a": BASE}, {"seeds": [torch.tensor(1.5), 2, 3, 4, 5]}, "a seed is a whole number"),
-        (BASE, {"a": BASE}, {"max_seeds": 10**5000}, "2 to 40 seeds; got a huge number"),
-        (torch.empty(3, device="meta"), {"a": BASE}, {}, "the baseline is tensor.*no numbers in it"),
-        (BASE, {"a": BASE}, {"margin": "1"}, "margin is a number; got '1'"),
-        (BASE, {"a": BASE}, {"confidence": "0.9"}, "confidence is a number"),
-        (BASE, {"a": BASE}, {"max_seeds": 2.5}, "max_seeds is a whole number; got 2.5"),
         (BASE, {"a": BASE}, {"confidence": 1.0}, "below 100 %"),
         (BASE, {"a": BASE}, {"max_seeds": 1}, "2 to 40 seeds; got 1"),
         (BASE, {"a": BASE}, {"max_seeds": 41}, "2 to 40 seeds; got 41"),

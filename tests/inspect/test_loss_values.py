@@ -36,9 +36,7 @@ def test_numbers_of_any_library(values):
     assert losses_of("a", values) == LOSSES
 
 
-@pytest.mark.parametrize(
-    "value", [NAN, math.inf, np.float32("nan"), torch.tensor(math.inf), Decimal("NaN"), Decimal("sNaN")]
-)
+@pytest.mark.parametrize("value", [NAN, math.inf, np.float32("nan"), torch.tensor(math.inf), Decimal("NaN")])
 def test_what_is_not_finite_has_diverged(value):
     losses = losses_of("a", [3.0, value])
     assert losses[0] == 3.0 and math.isnan(losses[1])
@@ -54,10 +52,6 @@ def test_what_is_not_finite_has_diverged(value):
         ([3.0], r"holds \[3.0\] at index 1"),
         (0.0, "index 1: a loss is above zero"),
         (-math.inf, "above zero"),
-        (Fraction(1, 10**400), "above zero"),
-        (10**400, "at index 1: that is beyond the range of floats"),
-        (Decimal("1e400"), "beyond the range"),
-        (torch.empty((), device="meta"), "index 1: there are no numbers in it"),
     ],
     ids=lambda value: str(type(value).__name__),
 )

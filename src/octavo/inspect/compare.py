@@ -1,6 +1,7 @@
 """Verdicts on the losses of paired runs, and the gap that is detectable: the rules of docs/compare.md."""
 
 import math
+import reprlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from octavo.inspect.paired_test import (
     losses_of,
     paired_test,
     seed_names,
-    shown,
     with_others,
 )
 
@@ -121,7 +121,6 @@ def compare_losses(
         (1, 'worse')
     """
     check_limits(margin, confidence, max_seeds)
-    margin = None if margin is None else float(margin)
     base = losses_of("the baseline", baseline)
     if len(base) < 2:
         raise ValueError(
@@ -130,10 +129,10 @@ def compare_losses(
         )
     names = tuple(range(1, len(base) + 1)) if seeds is None else seed_names(seeds, len(base))
     if not isinstance(arms, Mapping) or not all(isinstance(name, str) for name in arms):
-        raise ValueError('arms are a mapping of names to losses, as {"fp8": [3.01, 3.02]}; got ' + shown(arms))
+        raise ValueError('arms are a mapping of names to losses, as {"fp8": [3.01, 3.02]}; got ' + reprlib.repr(arms))
     if not arms:
         raise ValueError("a comparison takes an arm or more beside the baseline; got none: add one to arms")
-    rule = Rule(margin=margin, confidence=float(confidence), arms=len(arms), planned=int(max_seeds))
+    rule = Rule(margin=margin, confidence=confidence, arms=len(arms), planned=int(max_seeds))
     all_pairs = []
     for name, values in arms.items():
         losses = losses_of(f"arm {name!r}", values)

@@ -4,8 +4,7 @@ import math
 import operator
 import reprlib
 import statistics
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
@@ -28,30 +27,39 @@ FLOAT_BITS = 53
 
 def losses_of(owner: str, values: object) -> list[float]:
     """Return the values as floats above zero, with NaN for each that is not finite (the run diverged)."""
-    losses = []
-    for index, value in _items(owner, values):
-        try:
-            losses.append(_loss(value))
-        except ValueError as error:
-            raise ValueError(f"{owner} holds {shown(value)} at index {index}: {error}") from None
-    return losses
+    losses = [float(number) for number in _numbers(owner, values, "a loss is a number, or nan for a run that diverged")]
+    for index, loss in enumerate(losses):
+        if loss <= 0:
+            reason = "a loss is above zero, as gaps are in percent of it"
+            raise ValueError(f"{owner} holds {loss} at index {index}: {reason}")
+    return [loss if math.isfinite(loss) else math.nan for loss in losses]
 
 
 def seed_names(values: object, count: int) -> tuple[int, ...]:
     """Return the seeds as a tuple of `count` integers."""
-    names = []
-    for index, value in _items("seeds", values):
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            names.append(operator.index(value))
-        except TypeError:
-            raise ValueError(f"seeds holds {shown(value)} at index {index}: a seed is a whole number") from None
+    names = tuple(map(int, _numbers("seeds", values, "a seed is a whole number", Integral)))
     if len(names) != count:
         raise ValueError(f"there are {len(names)} seeds and {count} losses of the baseline: name one seed per loss")
     if duplicates := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"seed {duplicates[0]} is named twice: the losses of one seed are one pair; name each once")
-    return tuple(names)
+    return names
+
+
+def _numbers(owner: str, values: object, what: str, kind: Any = Real | Decimal) -> list[Any]:
+    """Return the numbers of a sequence, an array or a tensor. Raises ValueError with the index of what is none."""
+    items = _python(values)
+    if isinstance(items, str | bytes | bytearray | Set | Mapping) or not isinstance(items, Iterable):
+        raise ValueError(f"{owner} is a list with one number per seed, in order; got {reprlib.repr(values)}")
+    numbers = [_python(item) for item in items]
+    for index, number in enumerate(numbers):
+        if isinstance(number, bool) or not isinstance(number, kind):
+            raise ValueError(f"{owner} holds {reprlib.repr(number)} at index {index}: {what}")
+    return numbers
+
+
+def _python(value: Any) -> Any:
+    """Convert an array or a tensor to Python numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def resolution(losses: list[float]) -> float:
@@ -81,49 +89,6 @@ def _spacing(losses: list[float], digit: float) -> float:
 
     bits = next(bits for bits in range(FEWEST_BITS, FLOAT_BITS + 1) if all(has(bits, loss) for loss in losses))
     return math.ldexp(1.0, math.frexp(max(losses))[1] - bits)
-
-
-def _items(owner: str, values: object) -> Iterator[tuple[int, Any]]:
-    try:
-        items = _python(values)
-    except ValueError as error:
-        raise ValueError(f"{owner} is {shown(values)}: {error}") from None
-    if isinstance(items, str | bytes | bytearray | Set | Mapping) or not isinstance(items, Iterable):
-        raise ValueError(f"{owner} is a list with one number per seed, in order; got {shown(values)}")
-    return enumerate(items)
-
-
-def _python(value: object) -> object:
-    """Convert an array or a tensor to Python numbers."""
-    try:
-        return value.tolist() if hasattr(value, "tolist") else value
-    except (RuntimeError, TypeError) as error:  # a tensor without data; a class
-        raise ValueError(f"there are no numbers in it to compare: {error}") from None
-
-
-def _loss(value: object) -> float:
-    number = _python(value)
-    if isinstance(number, bool) or not isinstance(number, Real | Decimal):
-        raise ValueError("a loss is a number, or nan for a run that diverged")
-    try:
-        loss = float(number)
-    except OverflowError:
-        loss = math.inf
-    except ValueError:  # a signaling NaN of Decimal
-        return math.nan
-    if loss < sys.float_info.min:
-        raise ValueError(f"a loss is above zero ({sys.float_info.min:.2g} or more), as gaps are in percent of it")
-    if loss == math.inf and number != math.inf:
-        raise ValueError("that is beyond the range of floats; a loss is finite, or nan")
-    return loss if math.isfinite(loss) else math.nan
-
-
-def shown(value: object) -> str:
-    """Return a shortened repr of any value, for messages."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # a whole number of more digits than Python prints
-        return "a huge number"
 
 
 CONFIDENCE = 0.95  # Confidence of all verdicts together
@@ -219,23 +184,13 @@ class PairedTest:
 
 
 def check_limits(margin: float | None, confidence: float, max_seeds: int) -> None:
-    """Raise ValueError if a margin, confidence or planned maximum is not a number, or out of range."""
-    _check_number("confidence", confidence, Real)
-    _check_number("max_seeds", max_seeds, Integral)
-    if margin is not None:
-        _check_number("margin", margin, Real)
-        if not 0 < margin < 100 or not float(margin):
-            raise ValueError(f"the margin is a loss gap in percent, above 0 and below 100; got {shown(margin)}")
+    """Raise ValueError if a margin, confidence or planned maximum is out of range."""
+    if margin is not None and not 0 < margin < 100:
+        raise ValueError(f"the margin is a loss gap in percent, above 0 and below 100; got {margin}")
     if not 0.5 <= confidence < 1:
-        percent = 100 * float(max(-1e9, min(confidence, 1e9)))
-        raise ValueError(f"the confidence is 50 % or more and below 100 %; got {percent:g} %")
-    if not 2 <= max_seeds <= MOST_SEEDS:
-        raise ValueError(f"the planned maximum is 2 to {MOST_SEEDS} seeds; got {shown(max_seeds)}")
-
-
-def _check_number(name: str, value: object, kind: type) -> None:
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise ValueError(f"{name} is a {'whole ' if kind is Integral else ''}number; got {shown(value)}")
+        raise ValueError(f"the confidence is 50 % or more and below 100 %; got {100 * confidence:g} %")
+    if not 2 <= operator.index(max_seeds) <= MOST_SEEDS:
+        raise ValueError(f"the planned maximum is 2 to {MOST_SEEDS} seeds; got {max_seeds}")
 
 
 def level_of(pairs: int, planned: int) -> float:
