@@ -115,11 +115,11 @@ def test_sixty_layers_and_many_samples_stay_legible_and_small():
 
 def test_the_report_has_maps_and_findings_of_runs_that_looked(tmp_path):
     folder = fake_runs.folder(tmp_path / "run", arm="fp8 rowwise")
-    assert "operands of" not in write_report([folder], tmp_path / "before").html.read_text(encoding="utf-8")
+    assert "operands of" not in write_report([folder], tmp_path / "before").read_text(encoding="utf-8")
 
     rows = run_of(changed={(2, 1, KINDS[0], "w"): {"sqnr": 11.0}})
     StatisticsWriter(folder, after_step=0, board=Mock()).write(rows)
-    html = write_report([folder], tmp_path / "after").html.read_text(encoding="utf-8")
+    html = write_report([folder], tmp_path / "after").read_text(encoding="utf-8")
     text = text_of(html)
     assert "What FP8 does to the operands of" in text
     assert "1 figure crossed a limit." in text

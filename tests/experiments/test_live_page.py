@@ -96,7 +96,7 @@ def test_an_ended_run_is_shown_as_its_report(run, tmp_path):
     run.setup()
     run.step(*range(1, 41))
     run.end()
-    report, page = write_report([run.folder], tmp_path).html.read_text(), LivePage(run.folder).html()
+    report, page = write_report([run.folder], tmp_path).read_text(), LivePage(run.folder).html()
     content = re.compile(r'<section class="tiles">.*(?=<footer>)', re.S)
     assert content.search(page)[0] == content.search(report)[0]
     assert charts_of(page) == charts_of(report)

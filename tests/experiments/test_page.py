@@ -10,9 +10,10 @@ from benchmarks import browser
 from test_heatmap import KINDS, run_of
 from test_run_report import charts_of, unpack
 
-from octavo.experiments.page import pack
-from octavo.experiments.run_report import write_report
-from octavo.train.record.metrics import StatisticsWriter
+from octavo.experiments.logged_run import read_run
+from octavo.experiments.page import pack, render
+from octavo.experiments.run_report import page_context, write_report
+from octavo.train.record.metrics import RunResult, StatisticsWriter
 
 needs_browser = pytest.mark.skipif(browser.find() is None, reason=f"no Chromium is installed: {browser.INSTALL}")
 NAMES = ("<script>alert(1)</script>", "</script>", "$x$ & <b>bold</b>", "🐙" * 3, "n" * 200)
@@ -47,7 +48,8 @@ def test_a_browser_draws_every_chart_and_reports_no_error(tmp_path, options):
     (runs[3] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     rows = run_of(changed={(2, 1, KINDS[0], "w"): {"nonfinite": 2}})
     StatisticsWriter(runs[0], after_step=0, board=Mock()).write(rows)
-    page = write_report(runs, tmp_path / "report").html
+    logged = [read_run(run, RunResult.read(run), slot) for slot, run in enumerate(runs)]
+    (page := tmp_path / "report.html").write_text(render("report.html.j2", **page_context(logged)), encoding="utf-8")
     count = len(charts_of(page.read_text(encoding="utf-8")))
     document, messages = opened(page, *options)
     assert messages == []
@@ -62,7 +64,7 @@ def test_a_browser_draws_every_chart_and_reports_no_error(tmp_path, options):
 @needs_browser
 @pytest.mark.thorough
 def test_a_browser_that_cannot_draw_says_so(tmp_path):
-    page = write_report([fake_runs.folder(tmp_path / "run", steps=5)], tmp_path / "report").html
+    page = write_report([fake_runs.folder(tmp_path / "run", steps=5)], tmp_path / "report")
     page.write_text(page.read_text().replace("DecompressionStream(", "NoSuchStream("))
     document, messages = opened(page)
     assert "This chart needs a browser from 2023" in document and any("NoSuchStream" in line for line in messages)

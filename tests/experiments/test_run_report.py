@@ -1,4 +1,4 @@
-"""The report of one run or several: its page, its tables, and the verdict on a pair."""
+"""The report of one run or a pair: its page, its tables, and the verdict on a pair."""
 
 import base64
 import gzip
@@ -80,7 +80,7 @@ def charts_of(html):
 
 
 def test_the_page_holds_all_it_needs_and_fetches_nothing(pair, tmp_path):
-    html = write_report(pair, tmp_path).html.read_text(encoding="utf-8")
+    html = write_report(pair, tmp_path).read_text(encoding="utf-8")
     assert len(html) < 5_000_000
     assert parse(html).references == []
     (library,) = re.findall(r'<script type="text/plain" id="plotly">(.*?)</script>', html)
@@ -102,7 +102,7 @@ def test_a_missing_plotly_is_named_with_its_install_line(monkeypatch):
 
 
 def test_the_page_says_what_the_runs_measured(pair, tmp_path):
-    text = text_of(write_report(pair, tmp_path).html.read_text(encoding="utf-8"))
+    text = text_of(write_report(pair, tmp_path).read_text(encoding="utf-8"))
     first, second = (RunResult.read(path) for path in pair)
     expected = verdict(first, second)
     assert expected.sentence in text
@@ -122,7 +122,7 @@ def test_layers_are_listed_with_their_reasons_and_blocks_merged(pair, tmp_path):
     keys = ("name", "recipe", "reason")
     layers = [dict(zip(keys, row, strict=True)) | {"converted": row[1] is not None} for row in rows]
     (pair[1] / "layers.json").write_text(json.dumps(layers), encoding="utf-8")
-    text = text_of(write_report(pair, tmp_path).html.read_text(encoding="utf-8"))
+    text = text_of(write_report(pair, tmp_path).read_text(encoding="utf-8"))
     assert "model.layers.*.mlp.up 12 FP8 rowwise converted" in text
     assert "model.layers.*.mlp.down 11 FP8 rowwise converted" in text
     assert "model.layers.*.mlp.down 1 high precision named by skip" in text
@@ -130,7 +130,7 @@ def test_layers_are_listed_with_their_reasons_and_blocks_merged(pair, tmp_path):
 
 def test_a_config_difference_is_shown_and_equal_settings_are_not(tmp_path):
     runs = [folder(tmp_path / "a"), folder(tmp_path / "b", FP8, lr=1e-3)]
-    text = text_of(write_report(runs, tmp_path).html.read_text(encoding="utf-8"))
+    text = text_of(write_report(runs, tmp_path).read_text(encoding="utf-8"))
     differing = text[text.index("What differs") : text.index("Every other setting")]
     assert "optim.lr 0.003 0.001" in differing
     assert "run.seed" not in differing and "run.name" not in differing and "run.out" not in differing
@@ -139,13 +139,13 @@ def test_a_config_difference_is_shown_and_equal_settings_are_not(tmp_path):
 def test_names_from_outside_are_escaped(tmp_path):
     evil = "<script>alert(1)</script>"
     run = folder(tmp_path / "a", name=evil, converted=f"</script>{evil}")
-    html = write_report([run], tmp_path).html.read_text(encoding="utf-8")
+    html = write_report([run], tmp_path).read_text(encoding="utf-8")
     assert evil not in html and "alert(1)&lt;/script&gt;" in html
     parse(html)
 
 
 def test_the_charts_show_every_run_over_its_steps(pair, tmp_path):
-    charts = charts_of(write_report(pair, tmp_path).html.read_text(encoding="utf-8"))
+    charts = charts_of(write_report(pair, tmp_path).read_text(encoding="utf-8"))
     series = [[trace["name"] for trace in chart["data"] if "hoverinfo" not in trace] for chart in charts]
     assert series == [["BF16", "FP8 rowwise"], ["FP8 rowwise"], *[["BF16", "FP8 rowwise"]] * 3]
     for path, raw in zip(pair, charts[0]["data"][::2], strict=True):
@@ -156,7 +156,7 @@ def test_the_charts_show_every_run_over_its_steps(pair, tmp_path):
 
 def test_the_tiles_of_a_pair_are_loss_memory_and_speed(pair, tmp_path):
     def tiles(prediction):
-        html = write_report(pair, tmp_path, prediction).html.read_text(encoding="utf-8")
+        html = write_report(pair, tmp_path, prediction).read_text(encoding="utf-8")
         return [text_of(tile) for tile in re.findall(r'<div class="tile">.*?</div>', html, flags=re.S)]
 
     measured = tiles(None)
@@ -169,9 +169,8 @@ def test_the_tiles_of_a_pair_are_loss_memory_and_speed(pair, tmp_path):
 
 
 def test_a_single_run_has_a_report_without_a_verdict(pair):
-    files = write_report(pair[:1], pair[0])
-    text = text_of(files.html.read_text(encoding="utf-8"))
-    assert files.verdict is None and not (pair[0] / "verdict.json").exists()
+    text = text_of(write_report(pair[:1], pair[0]).read_text(encoding="utf-8"))
+    assert not (pair[0] / "verdict.json").exists()
     assert "Loss above" not in text and "What differs" not in text
     assert text.count("tokens/s, median") == 2  # tile and table
 
@@ -179,26 +178,24 @@ def test_a_single_run_has_a_report_without_a_verdict(pair):
 def test_a_run_that_was_stopped_says_where(tmp_path):
     run = folder(tmp_path / "a", "bf16", stopped="sigterm", steps=44)
     RunSetup(started=0.0, steps=400, summary=RunResult.read(run), data=None, expected=None).write(run)
-    assert "stopped at step 44 of 400" in text_of(write_report([run], tmp_path / "r").html.read_text())
+    assert "stopped at step 44 of 400" in text_of(write_report([run], tmp_path / "r").read_text())
 
 
-def test_several_runs_are_each_compared_with_the_first(tmp_path):
-    runs = [folder(tmp_path / "0"), folder(tmp_path / "1", FP8), folder(tmp_path / "2", "fp8 mxfp8", shift=0.05)]
-    files = write_report(runs, tmp_path)
-    verdicts = json.loads(files.verdict.read_text(encoding="utf-8"))["verdicts"]
-    assert [(v["baseline"], v["candidate"]) for v in verdicts] == [("BF16", "FP8 rowwise"), ("BF16", "FP8 mxfp8")]
-    assert [v["status"] for v in verdicts] == ["within", "above"]
-    parse(files.html.read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("shift", "status"), [(0.004, "within"), (0.05, "above")])
+def test_the_verdict_of_a_pair_is_beside_its_page(shift, status, tmp_path):
+    parse(write_report([folder(tmp_path / "0"), folder(tmp_path / "1", FP8, shift=shift)], tmp_path).read_text())
+    (pair,) = json.loads((tmp_path / "verdict.json").read_text(encoding="utf-8"))["verdicts"]
+    assert (pair["baseline"], pair["candidate"], pair["status"]) == ("BF16", "FP8 rowwise", status)
 
 
 def test_a_run_that_failed_at_its_first_step_still_has_a_report(tmp_path):
     broken = {"stopped": "non-finite", "losses": None, "tokens_per_s": None, "saved_bytes_per_token": None, "steps": 0}
     runs = [folder(tmp_path / "a"), folder(tmp_path / "b", FP8, **broken)]
     (runs[1] / "metrics.jsonl").write_text("", encoding="utf-8")
-    text = text_of(write_report(runs, tmp_path).html.read_text(encoding="utf-8"))
+    text = text_of(write_report(runs, tmp_path).read_text(encoding="utf-8"))
     assert "No verdict: FP8 rowwise stopped after 0 steps" in text
     alone = write_report(runs[1:], runs[1])
-    assert parse(alone.html.read_text(encoding="utf-8"))
+    assert parse(alone.read_text(encoding="utf-8"))
 
 
 def test_the_summary_table_has_a_difference_for_a_pair_only():

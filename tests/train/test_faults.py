@@ -104,9 +104,9 @@ def test_limits_are_the_runs_own(make_config, tmp_path):
     assert len(texts) == 5 and "(limit 33)" in texts[0]
     assert texts[-1].endswith("more figures crossed a limit: octavo inspect shows them")
     assert curve(tmp_path / "calm") == curve(tmp_path / "strict")
-    page = write_report([tmp_path / "strict"], tmp_path / "report").html.read_text()
+    page = write_report([tmp_path / "strict"], tmp_path / "report").read_text()
     assert "What happened in" in page and "SQNR" in page and "(limit 33)" in page
-    assert "What happened in" not in write_report([tmp_path / "calm"], tmp_path / "quiet").html.read_text()
+    assert "What happened in" not in write_report([tmp_path / "calm"], tmp_path / "quiet").read_text()
 
 
 @pytest.mark.parametrize(("limits", "moves"), [({"sqnr": 60.0, "product_error": 0.0}, True), ({"sqnr": 60.0}, False)])

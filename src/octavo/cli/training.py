@@ -16,8 +16,6 @@ from octavo.runtime.terminal import stderr, stdout
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from octavo.experiments.run_report import ReportFiles
-
 
 def _complete_model(incomplete: str) -> list[str]:
     from octavo.experiments.ready_models import ready_models
@@ -126,7 +124,7 @@ def train(
         result = result if failure is None else RunResult.read(folder)
         console = stdout()
         console.print(summary_table([result]))
-        _show_files(console, folder, write_report([folder], folder))
+        _show_files(console, write_report([folder], folder))
         if end := ENDS.get(result.stopped):
             print_plain(console, end.format(counted_noun(result.steps, "step")))
     if failure is not None:
@@ -211,7 +209,7 @@ def demo(
         result = run_demo(configs, folder, bars)
     console = stdout()
     console.print(summary_table(result.arms))
-    if result.files is None or result.verdict is None:
+    if result.page is None or result.verdict is None:
         print_plain(console, "Stopped before both arms were trained: there is no verdict.")
         print_plain(console, f"To finish the arm that was stopped:\n  {result.go_on}")
         return
@@ -219,16 +217,16 @@ def demo(
     print_verdict(console, pair.sentence, pair.status, () if pair.held_out_sentence else pair.notes)
     if pair.held_out_sentence:
         print_verdict(console, pair.held_out_sentence, pair.held_out_status, pair.notes)
-    _show_files(console, folder, result.files)
+    _show_files(console, result.page)
     if any(arm.stopped == "non-finite" for arm in result.arms):
         raise typer.Exit(1)
 
 
-def _show_files(console: "Console", folder: Path, files: "ReportFiles") -> None:
-    print_plain(console, f"\nreport   {files.html}")
-    if files.verdict:
-        print_plain(console, f"verdict  {files.verdict}")
-    print_plain(console, f"all      {folder}  (tensorboard --logdir {folder})")
+def _show_files(console: "Console", page: Path) -> None:
+    print_plain(console, f"\nreport   {page}")
+    if (verdict := page.with_name("verdict.json")).exists():
+        print_plain(console, f"verdict  {verdict}")
+    print_plain(console, f"all      {page.parent}  (tensorboard --logdir {page.parent})")
 
 
 @app.command(epilog=EXAMPLES["watch"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from octavo.experiments.compare_verdict import PairVerdict, PredictedSpeed, verdict
-from octavo.experiments.run_report import ReportFiles, write_report
+from octavo.experiments.run_report import write_report
 from octavo.numerics import Precision
 from octavo.planner.model_plan import plan
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config
@@ -35,10 +35,10 @@ SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out", "run.restarts")
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """Both arms, as far as they got; `files` and `verdict` are None if one of them was stopped."""
+    """Both arms, as far as they got; `page` and `verdict` are None if one of them was stopped."""
 
     arms: list[RunResult]
-    files: ReportFiles | None = None
+    page: Path | None = None
     verdict: PairVerdict | None = None
     go_on: str = ""  # The command that finishes the arm that was stopped; empty if none was
 
@@ -93,8 +93,8 @@ def run_demo(configs: Sequence[TrainConfig], out: Path, progress: Progress) -> D
     if arms[0].device == "cpu":
         progress.stage("predicting the speed on GPUs")
         prediction = predict_speed(configs[1].resolved)
-    files = write_report(folders, out, prediction)
-    return DemoResult(arms=arms, files=files, verdict=verdict(arms[0], arms[1], prediction))
+    page = write_report(folders, out, prediction)
+    return DemoResult(arms=arms, page=page, verdict=verdict(arms[0], arms[1], prediction))
 
 
 def predict_speed(precision: Precision) -> PredictedSpeed:

@@ -21,7 +21,7 @@ from threading import Lock
 from typing import Any
 
 from octavo.experiments.compare_verdict import arm_name
-from octavo.experiments.logged_run import LoggedRun, labels, read_run
+from octavo.experiments.logged_run import LoggedRun, read_run
 from octavo.experiments.page import plotly_js, render, script
 from octavo.experiments.run_report import page_context
 from octavo.numerics.suggestions import nearest
@@ -99,7 +99,7 @@ class LivePage:
         if (run := self._run) is None:
             return render("live.html.j2", title=self._folder.name, subtitle="", runs=[], steps=0, **header)
         result, steps = run.result, run.result.steps if run.setup is None else run.setup.steps
-        context = page_context([run], []) | {
+        context = page_context([run]) | {
             "title": result.name, "steps": steps, "percent": 100 * result.steps / max(steps, 1),
             "subtitle": f"{arm_name(result.precision)} · {result.parameters:,} parameters · {result.device}",
             "times": _times(run, steps, training=self._state == "training"),
@@ -125,7 +125,7 @@ def read_state(folder: Path, locked: bool | None) -> tuple[LoggedRun | None, str
         if locked:
             return None, "preparing", "The run reads its data and builds its model."
         return None, "waiting", "The run has not begun. This page shows it once it has."
-    run = read_run(folder, summary, labels([folder], [summary])[0])
+    run = read_run(folder, summary)
     run = replace(run, events=run.events[::-1])  # the newest first
     totals = run.totals.fields()
     if ended is not None and not locked and ended.steps == totals["steps"]:

@@ -3,8 +3,8 @@
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -32,7 +32,7 @@ RECENT = 50  # Last steps, whose speed tells the time that is left
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:
-    """A run read from its folder; `label` is unique in the report, `slot` picks its colour."""
+    """A run read from its folder; `slot` picks its colour."""
 
     label: str
     slot: int
@@ -56,13 +56,14 @@ class LoggedRun:
 def read_runs(folders: list[Path]) -> list[LoggedRun]:
     """Read finished runs. Raises ValueError for a folder without one, and a damaged file."""
     results = [RunResult.read(folder) for folder in folders]
-    names = labels(folders, results)
-    return [read_run(*each) for each in zip(folders, results, names, range(len(folders)), strict=True)]
+    runs = [read_run(folder, result, slot) for slot, (folder, result) in enumerate(zip(folders, results, strict=True))]
+    return runs if len(runs) == 1 else [replace(run, label=arm_name(run.result.precision)) for run in runs]
 
 
-def read_run(folder: Path, result: RunResult, label: str, slot: int = 0) -> LoggedRun:
+def read_run(folder: Path, result: RunResult, slot: int = 0) -> LoggedRun:
     """Read the run of a summary as far as it got; of its steps, of which there may be millions, the numbers alone."""
-    config, statistics, totals = folder / records.CONFIG_FILE, read_statistics(folder), StepTotals()
+    label, config = f"{result.name} ({arm_name(result.precision)})", folder / records.CONFIG_FILE
+    statistics, totals = read_statistics(folder), StepTotals()
     recent: deque[StepMetrics] = deque(maxlen=RECENT)
     samples: deque[StepMetrics] = deque(maxlen=SAMPLES_SHOWN)
 
@@ -81,18 +82,6 @@ def read_run(folder: Path, result: RunResult, label: str, slot: int = 0) -> Logg
         # The limits import torch, which a page without statistics does without.
         findings=all_findings(statistics, limits_of(folder)) if statistics else [], setup=RunSetup.read(folder),
     )  # fmt: skip
-
-
-def labels(folders: Sequence[Path], results: Sequence[RunResult]) -> list[str]:
-    """A unique label per run: its arm; else with its name; else with its folder."""
-    arms = [arm_name(result.precision) for result in results]
-    named = [f"{result.name} ({arm})" for result, arm in zip(results, arms, strict=True)]
-    return [
-        arm if len(arms) > 1 and arms.count(arm) == 1
-        else name if named.count(name) == 1
-        else f"{folder.resolve().name} ({arm})"
-        for folder, arm, name in zip(folders, arms, named, strict=True)
-    ]  # fmt: skip
 
 
 def read_layers(folder: Path) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""The report of one run, or of several compared with the first: `report.html` and `verdict.json`.
+"""The report of one run: `report.html`; of a pair also its verdict: `verdict.json`.
 
 Everything is read from what the runs left in their folders, so a report can be written again, later and elsewhere.
 """
@@ -7,7 +7,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,30 +34,23 @@ HELD_OUT_LOSSES = {  # Metrics on held-out data that are losses, for people; all
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportFiles:
-    """Paths of a report's files; `verdict` is None for a single run."""
-
-    html: Path
-    verdict: Path | None
-
-
-def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None = None) -> ReportFiles:
-    """Write the report of the runs in the folders `runs` into the folder `out`; the first run is the baseline."""
+def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None = None) -> Path:
+    """Write the report of a run, or of a pair, into the folder `out`; return the path of its page."""
     # `prediction`: the speed of the second run's precision on GPUs.
     from octavo.train.record.loggers import check_kind  # imports torch, which the live page does without
 
     logged = read_runs(runs)
-    verdicts = [verdict(logged[0].result, run.result, prediction) for run in logged[1:]]
+    pair = verdict(logged[0].result, logged[1].result, prediction) if len(logged) == 2 else None
     out.mkdir(parents=True, exist_ok=True)
-    files = ReportFiles(html=out / "report.html", verdict=out / "verdict.json" if verdicts else None)
-    for path in filter(None, (files.html, files.verdict)):
-        check_kind(path, "a report")
-    write_file(files.html, render("report.html.j2", **page_context(logged, verdicts)))
-    if files.verdict:
-        summary = {"verdicts": [v.to_json() for v in verdicts], "runs": [asdict(run.result) for run in logged]}
-        write_file(files.verdict, json.dumps(summary, indent=2) + "\n")
-    return files
+    files = {"report.html": render("report.html.j2", **page_context(logged, pair))}
+    if pair is not None:
+        summary = {"verdicts": [pair.to_json()], "runs": [asdict(run.result) for run in logged]}
+        files["verdict.json"] = json.dumps(summary, indent=2) + "\n"
+    for name in files:
+        check_kind(out / name, "a report")
+    for name, text in files.items():
+        write_file(out / name, text)
+    return out / "report.html"
 
 
 def summary_rows(results: Sequence[RunResult]) -> list[list[str]]:
@@ -71,8 +64,8 @@ def summary_rows(results: Sequence[RunResult]) -> list[list[str]]:
     def held_out(name: str) -> Callable[[RunResult], float | None]:
         return lambda result: (result.held_out or {}).get(name)
 
-    units = "/".join(dict.fromkeys(result.unit for result in results))
-    unit = units.replace("s/", "/").removesuffix("s")
+    units = results[0].unit
+    unit = units.removesuffix("s")
     kinds = dict.fromkeys(HELD_OUT_LOSSES, "gap")
     rows = [
         row(held_out_label(name), held_out(name), _held_out_format(name), kinds.get(name, "points"))
@@ -163,19 +156,19 @@ def run_charts(runs: Sequence[LoggedRun]) -> dict[str, list[Chart]]:
     return {"large": large, "small": small}
 
 
-def page_context(runs: Sequence[LoggedRun], verdicts: Sequence[PairVerdict]) -> dict[str, object]:
-    """What `report.html.j2` shows of runs, and of those after the first beside it."""
+def page_context(runs: Sequence[LoggedRun], pair: PairVerdict | None = None) -> dict[str, object]:
+    """What `report.html.j2` shows of a run, or of a pair."""
     first, setup = runs[0].result, runs[0].setup
-    title = f"{' and '.join(run.label for run in runs[1:])} against {runs[0].label}" if verdicts else runs[0].label
+    title = runs[0].label if pair is None else f"{runs[1].label} against {runs[0].label}"
     steps = setup.steps if setup is not None else first.steps
     size = f"{first.parameters:,} parameters · {first.tokens:,} {first.unit}"
     stopped = "" if first.stopped == "done" or len(runs) > 1 else f" · stopped at step {first.steps:,} of {steps:,}"
     packages = sorted({package for run in runs for package in run.result.versions})
     versions = [[run.result.versions.get(package, "–") for package in packages] for run in runs]
     return {
-        "title": title, "subtitle": f"{first.name} · {size} · {first.device}{stopped}", "verdicts": verdicts,
-        "chips": CHIPS, "tiles": _tiles(runs, verdicts), "charts": run_charts(runs), "runs": runs,
-        "rows": summary_rows([run.result for run in runs]),
+        "title": title, "subtitle": f"{first.name} · {size} · {first.device}{stopped}", "pair": pair,
+        "chips": CHIPS, "tiles": _run_tiles(runs[0]) if pair is None else _pair_tiles(pair),
+        "charts": run_charts(runs), "runs": runs, "rows": summary_rows([run.result for run in runs]),
         "differences": config_differences([run.config for run in runs]), "packages": packages,
         "environment": [[run.label, run.result.device, *own] for run, own in zip(runs, versions, strict=True)],
     }  # fmt: skip
@@ -185,13 +178,8 @@ def _tile(value: float | None, text: str, label: str) -> dict[str, str]:
     return {"value": "–" if value is None else text.format(value), "label": label}
 
 
-def _tiles(runs: Sequence[LoggedRun], verdicts: Sequence[PairVerdict]) -> list[dict[str, str]]:
-    """The figures on top: of a run, of the one candidate beside its baseline, or the loss gaps of several."""
-    if not verdicts:
-        return _run_tiles(runs[0])
-    if len(verdicts) > 1:
-        return [_tile(pair.tail_gap_percent, "{:+.2f} %", f"loss gap of {pair.candidate}") for pair in verdicts]
-    (pair,) = verdicts
+def _pair_tiles(pair: PairVerdict) -> list[dict[str, str]]:
+    """The figures of a candidate beside its baseline."""
     tiles = [_tile(pair.tail_gap_percent, "{:+.2f} %", "loss gap, mean of the last 10 % of steps")]
     if pair.held_out_sentence:
         tiles.append(_tile(pair.held_out_gap_percent, "{:+.2f} %", "gap of the held-out loss"))
