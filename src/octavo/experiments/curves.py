@@ -57,22 +57,12 @@ def smoothing_window(steps: int) -> int:
 def smooth(values: Floats) -> Floats:
     """Centred running mean of [n] values, over fewer at both ends, ignoring what is not finite."""
     # Centred: unlike an exponential average it does not lag.
-    finite = np.isfinite(values)
-    half = smoothing_window(len(values)) // 2
-
-    def window_sums(values: NDArray[Any], kind: type[Any]) -> NDArray[Any]:
-        # Sums up to each place, repeated at both ends. Few arrays at a time: a long run has a million steps.
-        sums = np.empty(len(values) + 2 * half + 1, kind)
-        sums[: half + 1] = 0
-        ends = np.cumsum(values, dtype=kind, out=sums[half + 1 : half + 1 + len(values)])
-        sums[half + 1 + len(values) :] = ends[-1] if len(ends) else 0
-        return np.asarray(sums[2 * half + 1 :] - sums[: len(values)])
-
-    inside = window_sums(finite, np.int32)
-    means = window_sums(np.where(finite, values, 0.0), np.float64)
-    means /= np.maximum(inside, 1)
-    means[inside == 0] = np.nan
-    return means
+    finite, count = np.isfinite(values), len(values)
+    half, places = smoothing_window(count) // 2, np.arange(count)
+    first, last = np.maximum(places - half, 0), np.minimum(places + half + 1, count)
+    sums, counts = (np.pad(np.cumsum(each), (1, 0)) for each in (np.where(finite, values, 0.0), finite))
+    with np.errstate(invalid="ignore"):  # 0/0 where nothing is finite
+        return np.asarray((sums[last] - sums[first]) / (counts[last] - counts[first]))
 
 
 def gap_percent(baseline: Curves, candidate: Curves) -> tuple[Steps, Floats]:
