@@ -162,6 +162,6 @@ def main(arguments: list[str]) -> None:
         session.facts["stopped"] = "time" if comparison is None else "done"
         if comparison is not None:
             session.facts["compare"] = to_json(comparison)
-            for arm in comparison.arms:
-                print(arm.losses.sentence)
+            for arm in comparison.losses.arms:
+                print(arm.sentence)
     session.finish()

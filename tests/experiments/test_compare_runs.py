@@ -335,7 +335,7 @@ def test_seeds_and_arms_can_be_added(config, finished):
     before = written(finished / "rowwise-seed4")
     comparison = compare(make_arms(config, ["run.save_every=3"], [*ARMS, "again:optim.micro_batches=2"], "3"), finished)
     assert written(finished / "rowwise-seed4") == before
-    assert comparison.seeds == (3, 4, 5) and [arm.losses.name for arm in comparison.arms] == ["rowwise", "again"]
+    assert comparison.seeds == (3, 4, 5) and [arm.name for arm in comparison.losses.arms] == ["rowwise", "again"]
 
 
 @pytest.mark.thorough
@@ -366,7 +366,7 @@ def test_mistakes_are_told_before_anything_is_trained(config, tmp_path, monkeypa
 def job(path, out):
     """One rank of a comparison: its exit code, the verdict, and the process groups that are left."""
     comparison = compare(make_arms(path, [], ARMS, "2"), Path(out))
-    return comparison.exit_code, comparison.arms[0].losses.test.gaps
+    return comparison.exit_code, comparison.losses.arms[0].test.gaps
 
 
 @pytest.mark.dist

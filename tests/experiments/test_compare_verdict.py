@@ -56,11 +56,10 @@ def gap(*percent):
 )
 def test_a_verdict_is_that_of_the_losses(gaps, verdict, outcome, words):
     comparison = compare_arms([runs("base", BASE), runs("arm", gap(*gaps))])
-    (arm,) = comparison.arms
-    assert (arm.losses.verdict, arm.losses.outcome) == (verdict, outcome)
+    (arm,) = comparison.losses.arms
+    assert (arm.verdict, arm.outcome) == (verdict, outcome)
     assert comparison.exit_code == {"pass": 0, "fail": 1, "inconclusive": 3}[outcome]
-    assert re.search(words, arm.losses.sentence)
-    assert arm.notes[: len(arm.losses.notes)] == arm.losses.notes
+    assert re.search(words, arm.sentence)
     assert any("do its settings change anything?" in note for note in arm.notes) == (not any(gaps))
 
 
@@ -87,9 +86,9 @@ def test_held_out_losses_have_a_verdict_of_their_own(gaps, held_out, code, tmp_p
 
 def test_limits_go_through():
     arms = [runs("base", BASE), runs("arm", gap(0.1, -0.1, 0.05))]
-    assert compare_arms(arms, margin=0.5).arms[0].losses.outcome == "inconclusive"
+    assert compare_arms(arms, margin=0.5).losses.arms[0].outcome == "inconclusive"
     low = [
-        compare_arms(arms, **options).arms[0].losses.test.low
+        compare_arms(arms, **options).losses.arms[0].test.low
         for options in ({}, {"confidence": 0.99}, {"max_seeds": 3})
     ]
     assert low[1] < low[0] < low[2]
@@ -102,17 +101,17 @@ def test_divergence_is_a_result():
     """Of the arm it is no pass, of all its seeds a failure; seeds on which a run failed are not in the gaps."""
     base = runs("base", BASE)
     comparison = compare_arms([base, runs("arm", BASE, diverged=(2,))])
-    (arm,) = comparison.arms
-    assert (arm.losses.verdict, comparison.exit_code, arm.losses.failed) == ("inconclusive", 3, (2,))
-    assert arm.losses.seeds == (1, 3) and arm.time_to_loss.steps
+    (arm,) = comparison.losses.arms
+    assert (arm.verdict, comparison.exit_code, arm.failed) == ("inconclusive", 3, (2,))
+    assert arm.seeds == (1, 3) and comparison.times[1].steps
     comparison = compare_arms([base, runs("arm", BASE, diverged=(1, 2, 3))])
     assert comparison.exit_code == 1
-    assert comparison.arms[0].losses.sentence == "arm is worse than base: it failed on 3 of 3 seeds, base on 0."
+    assert comparison.losses.arms[0].sentence == "arm is worse than base: it failed on 3 of 3 seeds, base on 0."
     comparison = compare_arms([runs("base", BASE, diverged=(1,)), runs("arm", BASE)])
-    assert comparison.arms[0].losses.verdict == "indistinguishable" and comparison.arms[0].losses.seeds == (2, 3)
-    assert any(note.startswith("base failed") and "on seed 1." in note for note in comparison.arms[0].notes)
+    assert comparison.losses.arms[0].verdict == "indistinguishable" and comparison.losses.arms[0].seeds == (2, 3)
+    assert any(note.startswith("base failed") and "on seed 1." in note for note in comparison.losses.arms[0].notes)
     comparison = compare_arms([runs("base", BASE, diverged=(1, 2)), runs("arm", BASE, diverged=(1,))], margin=1.0)
-    assert (comparison.arms[0].losses.verdict, comparison.exit_code, comparison.arms[0].losses.test) == (
+    assert (comparison.losses.arms[0].verdict, comparison.exit_code, comparison.losses.arms[0].test) == (
         "inconclusive",
         3,
         None,
@@ -125,12 +124,12 @@ def test_time_to_loss_is_speed_times_steps():
     base = runs("base", [3.0, 3.0], tokens_per_s=1000.0)
     arm = runs("arm", [4.0, 4.0], tokens_per_s=2000.0)
     comparison = compare_arms([base, arm])
-    time, its = comparison.time_to_loss, comparison.arms[0].time_to_loss
+    time, its = comparison.times
     assert time.targets == its.targets == pytest.approx((4.06, 4.06), abs=0.1)  # the smoothed end
     assert its.steps[0] in range(98, 101) and time.steps[0] in range(78, 82)
     assert time.seconds == pytest.approx(256 * time.steps[0] / 1000)
     assert its.speed == pytest.approx(2 * time.steps[0] / its.steps[0])
-    assert (time.speed, comparison.arms[0].speed) == (1, 2)
+    assert time.speed == 1 and comparison.speeds == (1, 2)
 
 
 def test_mixed_machines_and_two_seeds_are_said():
@@ -162,7 +161,7 @@ def test_the_files_say_what_was_found(settings, tmp_path):
     html = (tmp_path / "report.html").read_text()
     assert parse(html).references == []
     for words in (
-        comparison.arms[0].losses.sentence,
+        comparison.losses.arms[0].sentence,
         "diverged",
         "Planned maximum: 40 seeds",
         "Loss above base",

@@ -156,8 +156,8 @@ def _show(comparison: "Comparison", folder: Path) -> None:
 
     console = stdout()
     console.print(value_table([run.name for run in comparison.runs], comparison_rows(comparison)))
-    for arm in comparison.arms:
-        print_verdict(console, arm.losses.sentence, arm.losses.verdict, arm.notes)
+    for arm in comparison.losses.arms:
+        print_verdict(console, arm.sentence, arm.verdict, arm.notes)
     if comparison.held_out is not None:
         print_plain(console, "On held-out data:")
         for losses in comparison.held_out.arms:

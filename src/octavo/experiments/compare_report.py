@@ -44,32 +44,32 @@ def write_comparison(comparison: Comparison, settings: Sequence[str], out: Path)
 
 def comparison_rows(comparison: Comparison) -> list[list[str]]:
     """The table: in each row a label and a value per arm, the baseline first."""
-    runs, arms, held_out = comparison.runs, comparison.arms, comparison.held_out
+    runs, arms, held_out = comparison.runs, comparison.losses.arms, comparison.held_out
 
     def means(loss: Callable[[ArmRuns, int], float]) -> list[str]:
         of_runs = ([own for seed in run.seeds if np.isfinite(own := loss(run, seed))] for run in runs)
         return [f"{np.mean(losses):.4f}" if losses else "–" for losses in of_runs]
 
     def ratios(values: Sequence[float | None]) -> list[str]:
-        return ["1.00 ×", *("–" if value is None else f"{value:.2f} ×" for value in values)]
+        return ["–" if value is None else f"{value:.2f} ×" for value in values]
 
-    times = [comparison.time_to_loss, *(arm.time_to_loss for arm in arms)]
+    times = comparison.times
     target = "" if times[0] is None else f" {np.mean(times[0].targets):.3f}"
-    failures = [arms[0].losses.baseline_failed, *(arm.losses.failed for arm in arms)]
+    failures = [arms[0].baseline_failed, *(arm.failed for arm in arms)]
     failed = [f"{len(seeds)} of {len(comparison.seeds)}" if seeds else "–" for seeds in failures]
-    gaps = [f"{percent(arm.losses.test.detectable(0.9))} %" if arm.losses.test else "–" for arm in arms]
+    gaps = [f"{percent(arm.test.detectable(0.9))} %" if arm.test else "–" for arm in arms]
     rows = {
         "mean loss, last 10 % of steps": means(ArmRuns.loss),
-        f"above {comparison.baseline}": ["", *(_interval(arm.losses) for arm in arms)],
+        f"above {comparison.baseline}": ["", *(_interval(arm) for arm in arms)],
         "detectable, about 90 % power": ["", *gaps],
         **({"failed": failed} if any(failures) else {}),
-        "tokens/s": ratios([arm.speed for arm in arms]),
-        "saved for backward, bytes/token": ratios([arm.memory for arm in arms]),
+        "tokens/s": ratios(comparison.speeds),
+        "saved for backward, bytes/token": ratios(comparison.memories),
         f"steps to loss{target}": [f"{np.mean(time.steps):,.0f}" if time else "–" for time in times],
         "tokens to it": [f"{time.tokens:,.0f}" if time else "–" for time in times],
         "seconds to it": [f"{time.seconds:,.1f}" if time else "–" for time in times],
         "speed at equal loss": [f"{time.speed:.2f} ×" if time else "–" for time in times],
-        "verdict": ["", *(arm.losses.verdict for arm in arms)],
+        "verdict": ["", *(arm.verdict for arm in arms)],
     }
     if held_out is not None:
         rows |= {
@@ -88,22 +88,17 @@ def _interval(losses: ArmLosses) -> str:
 
 def to_json(comparison: Comparison) -> dict[str, object]:
     """Everything, with the losses of all runs; `docs/compare.md` explains the keys."""
+    arms = [_run_json(run, time) for run, time in zip(comparison.runs, comparison.times, strict=True)]
+    ratios = zip(comparison.speeds[1:], comparison.memories[1:], strict=True)
+    for arm, losses, (speed, memory) in zip(arms[1:], comparison.losses.arms, ratios, strict=True):
+        arm |= losses.to_json() | {"speed_ratio": speed, "memory_ratio": memory}
     return {
         "octavo": __version__, "exit_code": comparison.exit_code, "outcome": comparison.outcome,
         "confidence": comparison.confidence, "margin_percent": comparison.margin,
         "planned_seeds": comparison.losses.planned, "extended": comparison.losses.extended,
         "seeds": list(comparison.seeds), "baseline": comparison.baseline, "baseline_loss": comparison.loss,
         "baseline_spread_percent": comparison.spread,
-        "arms": [
-            _run_json(comparison.runs[0], comparison.time_to_loss),
-            *(
-                _run_json(run, arm.time_to_loss)
-                | arm.losses.to_json()
-                | {"speed_ratio": arm.speed, "memory_ratio": arm.memory, "notes": list(arm.notes)}
-                for run, arm in zip(comparison.runs[1:], comparison.arms, strict=True)
-            ),
-        ],
-        "held_out": None if comparison.held_out is None else comparison.held_out.to_json(),
+        "arms": arms, "held_out": None if comparison.held_out is None else comparison.held_out.to_json(),
         "notes": list(comparison.notes),
     }  # fmt: skip
 

@@ -223,26 +223,18 @@ class TimeToLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmVerdict:
-    losses: ArmLosses
-    speed: float | None  # Tokens/s over the baseline's, median runs
-    memory: float | None  # Bytes saved for backward per token over the baseline's
-    time_to_loss: TimeToLoss | None  # None if an arm diverged on every seed, or reached nothing in common
-    notes: tuple[str, ...]  # What else must be known to read it
-
-
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    losses: LossComparison  # In training
+    losses: LossComparison  # In training; the notes of an arm are on its runs, too
     held_out: LossComparison | None  # On held-out data; None without it
     margin: float | None  # The largest gap in loss that passes, in percent; None for none that was given
     confidence: float  # Of all verdicts together
     loss: float | None  # The baseline's loss, mean over the seeds on which it ended; None if it ended on none
     spread: float | None  # Standard deviation of the baseline's loss over seeds, in percent; None for fewer than two
-    time_to_loss: TimeToLoss | None  # Of the baseline
-    arms: tuple[ArmVerdict, ...]  # Of the arms but the first
-    notes: tuple[str, ...]  # What makes all of it less than it seems
     runs: tuple[ArmRuns, ...]  # What was compared, the baseline first
+    times: tuple[TimeToLoss | None, ...]  # By run; None if one diverged on every seed, or all reached nothing in common
+    speeds: tuple[float | None, ...]  # By run, tokens/s over the baseline's, median of the seeds
+    memories: tuple[float | None, ...]  # By run, bytes saved for backward per token over the baseline's
+    notes: tuple[str, ...]  # Caveats
 
     @property
     def baseline(self) -> str:
@@ -268,7 +260,7 @@ def compare_arms(
     baseline, *others = runs
     have_held_out = all(run.has_held_out for run in runs)
     have_held_out = have_held_out and any(result.held_out for run in runs for result in run.results.values())
-    verdicts, held_out = (
+    in_training, held_out = (
         compare_losses(
             [loss(baseline, seed) for seed in baseline.seeds],
             {run.name: [loss(run, seed) for seed in run.seeds] for run in others}, margin=margin, confidence=confidence,
@@ -278,22 +270,18 @@ def compare_arms(
         else None
         for loss, exists in ((ArmRuns.loss, True), (ArmRuns.held_out, have_held_out))
     )  # fmt: skip
-    assert verdicts is not None
-    times = times_to_loss(runs)
-    arms = tuple(
-        ArmVerdict(
-            losses=losses, speed=_ratio(baseline, run, lambda result: result.tokens_per_s),
-            memory=_ratio(baseline, run, lambda result: result.saved_bytes_per_token), time_to_loss=time,
-            notes=(*losses.notes, *_arm_notes(run, losses)),
-        )
-        for run, losses, time in zip(others, verdicts.arms, times[1:], strict=True)
-    )  # fmt: skip
+    assert in_training is not None
+    arms = zip(others, in_training.arms, strict=True)
+    noted = tuple(replace(arm, notes=(*arm.notes, *_arm_notes(run, arm))) for run, arm in arms)
     losses = [baseline.loss(seed) for seed in baseline.seeds if seed not in baseline.diverged]
     return Comparison(
-        losses=verdicts, held_out=held_out, margin=margin, confidence=confidence,
+        losses=replace(in_training, arms=noted), held_out=held_out, margin=margin, confidence=confidence,
         loss=statistics.fmean(losses) if losses else None,
         spread=100 * statistics.stdev(losses) / statistics.fmean(losses) if len(losses) > 1 else None,
-        time_to_loss=times[0], arms=arms, notes=tuple(_notes(runs, verdicts)), runs=tuple(runs),
+        runs=tuple(runs), times=tuple(times_to_loss(runs)),
+        speeds=tuple(_ratio(baseline, run, lambda result: result.tokens_per_s) for run in runs),
+        memories=tuple(_ratio(baseline, run, lambda result: result.saved_bytes_per_token) for run in runs),
+        notes=tuple(_notes(runs, in_training)),
     )  # fmt: skip
 
 
