@@ -16,7 +16,7 @@ KEY = ("layer", "x")
 def stats(x, form, others=(), calls=1):
     accumulators = Accumulators([f"other{i}" for i in range(len(others))])
     for _ in range(calls):
-        accumulators.count(KEY, x, form, others)
+        accumulators.count(KEY, x, [form, *others])
     reduced = accumulators.reduced([KEY], None, x.device)
     if not reduced:
         return None

@@ -54,19 +54,18 @@ class OperandFormat:
         return quantize(x, self.spec, self.fold, scale=self.scale)
 
 
-def accumulate(
-    x: Tensor, form: OperandFormat, others: Sequence[OperandFormat], order: int
-) -> tuple[Accumulator, list[ScaledTensor | None]]:
-    quantized = [None if f.spec is None else f.quantize(x) for f in (form, *others)]
+def accumulate(x: Tensor, forms: Sequence[OperandFormat], order: int) -> tuple[Accumulator, list[ScaledTensor | None]]:
+    """Count an operand in its own format, the first, and in those of the what-if recipes."""
+    quantized = [None if form.spec is None else form.quantize(x) for form in forms]
     own = quantized[0]
     assert own is not None
     assert own.scale is not None
     if not x.numel():
-        return Accumulator.empty(len(others), x.device), quantized
+        return Accumulator.empty(len(forms) - 1, x.device), quantized
     elements, minus_order = (torch.full((), n, dtype=torch.float64, device=x.device) for n in (x.numel(), -order))
-    nonfinite, amax, smallest = _magnitudes(x, form)
-    sums = [elements, nonfinite, *_errors(x, form, own)]
-    for other, q in zip(others, quantized[1:], strict=True):
+    nonfinite, amax, smallest = _magnitudes(x, forms[0])
+    sums = [elements, nonfinite, *_errors(x, forms[0], own)]
+    for other, q in zip(forms[1:], quantized[1:], strict=True):
         sums += [elements, torch.zeros_like(elements)] if q is None else _errors(x, other, q)[3:]
     scale = own.scale.double()
     used = scale > SMALLEST_SCALE  # scales of all-zero groups do not count
@@ -135,11 +134,9 @@ class Accumulators:
     by_key: dict[OperandKey, Accumulator] = field(default_factory=dict)
     order: int = 0
 
-    def count(
-        self, key: OperandKey, x: Tensor, form: OperandFormat, others: Sequence[OperandFormat]
-    ) -> list[ScaledTensor | None]:
-        """Count an operand; return it quantized in its own format and the others'."""
-        counted, quantized = accumulate(x, form, others, self.order)
+    def count(self, key: OperandKey, x: Tensor, forms: Sequence[OperandFormat]) -> list[ScaledTensor | None]:
+        """Count an operand; return it quantized in each format."""
+        counted, quantized = accumulate(x, forms, self.order)
         self.order += 1
         if (earlier := self.by_key.setdefault(key, counted)) is not counted:
             earlier.add(counted)

@@ -56,14 +56,11 @@ class Operands:
 
 class ProductErrors:
     def __init__(self, measure: Mapping[str, Sequence[Recipe]]) -> None:
-        self._measure = measure
+        self.recipes = measure
         self._weights: dict[str, Tensor] = {}
-        self._operands: dict[str, Operands] = {}
+        self.operands: dict[str, Operands] = {}  # By layer, from its forward until its gradient is known
         # By layer and recipe float64 [4,2]: sum and number of the errors of Y, ∂X, ∂W, ∂W's columns
         self._sums: dict[tuple[str, str], Tensor] = {}
-
-    def measures(self, layer: str) -> bool:
-        return layer in self._measure
 
     def save_operands(self, layer: str, module: nn.Module, x_MK: Tensor, channels: ChannelScales | None) -> None:
         """Copy the operands of a forward of a measured layer, with the given channel scales."""
@@ -74,14 +71,11 @@ class ProductErrors:
         w_NK, own = self._weights[layer], getattr(getattr(module, "recipe", None), "name", None)
         by_recipe = {
             r.name: channels if channels is not None and r.name == own else channels_of(r, x_MK, w_NK)
-            for r in self._measure[layer]
+            for r in self.recipes[layer]
             # Tensor parallelism has no scale per tensor.
             if not hasattr(module.weight, "placements") or TENSOR not in (r.x.granularity, r.w.granularity)
         }
-        self._operands[layer] = Operands(x_MK.to(torch.float32, copy=True), w_NK, by_recipe)
-
-    def pop_operands(self, layer: str) -> Operands | None:
-        return self._operands.pop(layer, None)
+        self.operands[layer] = Operands(x_MK.to(torch.float32, copy=True), w_NK, by_recipe)
 
     def measure(
         self, layer: str, module: nn.Module, operands: Operands, g_MN: Tensor, needs: tuple[bool, bool]
@@ -89,7 +83,7 @@ class ProductErrors:
         """Compare the products of a layer, once G [M,N] is known."""
         g, x, w = g_MN.float(), operands.x, operands.w
         exact = [x @ w.t(), g @ w if needs[0] else None, g.t() @ x if needs[1] else None]
-        for recipe in self._measure[layer]:
+        for recipe in self.recipes[layer]:
             if recipe.name not in operands.channels:
                 continue
             rounded = products(x, w, g, recipe, operands.channels[recipe.name], exact)
@@ -100,7 +94,7 @@ class ProductErrors:
 
     def reduced(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, dict[str, float]]:
         """Return the errors by layer and recipe over the ranks of a group; leave out layers that no rank called."""
-        keys = [(layer, recipe.name) for layer, recipes in self._measure.items() for recipe in recipes]
+        keys = [(layer, recipe.name) for layer, recipes in self.recipes.items() for recipe in recipes]
         if not keys:
             return {}
         none = torch.zeros(4, 2, dtype=torch.float64, device=device)
@@ -247,7 +241,7 @@ class Sample:
             gathered = isinstance(x, GatheredInput)
             if isinstance(own_x, GatheredInput):  # by the module around the layer: this rank's part
                 own_x = own_x.dequantized() if (sent := own_x.rows.sent) is None else sent.detach()
-            exact = _exact(x) if self.errors.measures(layer.name) else x
+            exact = _exact(x) if layer.name in self.errors.recipes else x
             x = x.dequantized() if isinstance(x, GatheredInput) else x
             own = current_channels(layer.module, x)
             if own is not None:
@@ -260,7 +254,7 @@ class Sample:
                 last = self._of_weights.get(layer.name)
                 if last is None or any(old is not new for old, new in zip(last[0], channels, strict=True)):
                     self._of_weights[layer.name] = channels, self._count_w(layer, channels, counted=last is None)
-            if self.errors.measures(layer.name):
+            if layer.name in self.errors.recipes:
                 self.errors.save_operands(layer.name, layer.module, _matrix(exact), own)
 
     def _hook_output(
@@ -269,7 +263,7 @@ class Sample:
         places = getattr(y, "placements", None)
         if distributed and places is None:
             return
-        of_x, operands = self._of_inputs.pop(layer.name, None), self.errors.pop_operands(layer.name)
+        of_x, operands = self._of_inputs.pop(layer.name, None), self.errors.operands.pop(layer.name, None)
         if of_x is None and operands is None:
             return
         if not y.requires_grad:
@@ -291,13 +285,11 @@ class Sample:
 
     def _count_gradient(self, layer: WatchedLayer, g_MN: Tensor, factors: Mapping[str, Factors | None]) -> None:
         for operand, of_other in factors.items():
-            spec = getattr(layer.recipe, operand)
-            if of_other is None or spec is None:
+            if of_other is None or getattr(layer.recipe, operand) is None:
                 continue
-            own = OperandFormat(spec, of_other.folds[0], read=of_other.read)
-            folds = zip(self._what_if, of_other.folds[1:], strict=True)
-            others = [OperandFormat(getattr(recipe, operand), fold, read=of_other.read) for recipe, fold in folds]
-            self.accumulators.count((layer.name, operand), g_MN, own, others)
+            folds = zip([layer.recipe, *self._what_if], of_other.folds, strict=True)
+            forms = [OperandFormat(getattr(recipe, operand), fold, read=of_other.read) for recipe, fold in folds]
+            self.accumulators.count((layer.name, operand), g_MN, forms)
 
     def _channels(self, layer: WatchedLayer, x_MK: Tensor, own: ChannelScales | None) -> Channels:
         weight = weight_of(layer.module)
@@ -314,8 +306,8 @@ class Sample:
         recipes, inverses = [layer.recipe, *self._what_if], [None if s is None else s.inverse for s in channels]
         forms: Sequence[ScaledTensor | None] = [None] * len(recipes)
         if counted is not None:
-            own, *others = (OperandFormat(r.x, fold) for r, fold in zip(recipes, inverses, strict=True))
-            quantized = self.accumulators.count((layer.name, "x"), _matrix(counted), own, others)
+            formats = [OperandFormat(r.x, fold) for r, fold in zip(recipes, inverses, strict=True)]
+            quantized = self.accumulators.count((layer.name, "x"), _matrix(counted), formats)
             forms = quantized if counted.numel() == x_MK.numel() else forms
         folds = [
             _row_scales(x_MK, r.wgrad_x, fold, form) if r.folds_x else None
@@ -334,8 +326,8 @@ class Sample:
             gathered = ScaledTensor(weight.data_, weight.scale, weight.spec)
             forms = [gathered if s is weight.channels else None for s in channels]
         elif counted:
-            own, *others = (OperandFormat(recipe.w, factor) for recipe, factor in zip(recipes, factors, strict=True))
-            forms = self.accumulators.count((layer.name, "w"), w_NK, own, others)
+            formats = [OperandFormat(recipe.w, factor) for recipe, factor in zip(recipes, factors, strict=True)]
+            forms = self.accumulators.count((layer.name, "w"), w_NK, formats)
         row_scales = [
             _row_scales(w_NK, r.dgrad_w, factor, form) if r.folds_w else None
             for r, factor, form in zip(recipes, factors, forms, strict=True)
@@ -359,7 +351,7 @@ class Sample:
             OperandFormat(r.w, factor, quantize(whole, r.w).scale if r.w.granularity == TENSOR else None)
             for r, factor in zip(self._what_if, factors[1:], strict=True)
         ]
-        self.accumulators.count((layer.name, "w"), w_NK, own, others)
+        self.accumulators.count((layer.name, "w"), w_NK, [own, *others])
 
 
 def _whole(weight: Tensor) -> Tensor:
