@@ -17,6 +17,7 @@ from octavo.inspect.paired_test import (
     SIGNIFICANCE_LEVELS,
     TOTAL_ALPHA,
     PairedTest,
+    Rule,
     average_noncentrality,
     fisher,
     floor_of,
@@ -28,12 +29,11 @@ from octavo.inspect.paired_test import (
 
 def of(gaps, **options):
     base = 1.000000001  # all digits
-    return paired_test([base] * len(gaps), [base * (1 + gap / 100) for gap in gaps], **options)
+    return paired_test([base] * len(gaps), [base * (1 + gap / 100) for gap in gaps], Rule(**options))
 
 
 def unit(pairs, **options):
-    options = {"confidence": 0.95, "arms": 1, "planned": MOST_SEEDS} | options
-    return PairedTest(gaps=(0.0,) * pairs, mean=0, deviation=1, **options)
+    return PairedTest(gaps=(0.0,) * pairs, mean=0, deviation=1, rule=Rule(**options))
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_a_separated_arm_is_tested_as_one_arm():
 def test_rounded_losses_are_not_exact():
     """Two decimals: a gap of one unit on every seed may be nothing; all digits: it is not; equal losses are equal."""
     base = [3.01, 3.05, 2.98]
-    assert paired_test(base, [round(loss + 0.01, 2) for loss in base]).low < 0
+    assert paired_test(base, [round(loss + 0.01, 2) for loss in base], Rule()).low < 0
     exact = [loss + 1e-9 * k for k, loss in enumerate(base)]
-    assert paired_test(exact, [loss + 0.01 for loss in exact]).low > 0
-    assert 0 < paired_test(exact, exact).high < 1e-6 and paired_test(base, base).high > 1
+    assert paired_test(exact, [loss + 0.01 for loss in exact], Rule()).low > 0
+    assert 0 < paired_test(exact, exact, Rule()).high < 1e-6 and paired_test(base, base, Rule()).high > 1
 
 
 def test_pairs_to_decide():

@@ -11,9 +11,9 @@ from octavo.inspect.paired_test import (
     CONFIDENCE,
     MOST_SEEDS,
     PairedTest,
+    Rule,
     check_limits,
     fisher,
-    level_factor,
     losses_of,
     paired_test,
     seed_names,
@@ -25,9 +25,7 @@ Outcome = Literal["pass", "fail", "inconclusive"]
 
 EXIT_CODES: dict[Outcome, int] = {"pass": 0, "inconclusive": 3, "fail": 1}
 """Exit codes of `octavo compare`, the best first; 2 is a user error."""
-LIMIT = 2.0  # Default margin, in percent
 BLOW_UP = 2.0  # Multiple of the baseline's loss above which a run has blown up
-FAILURE_LEVEL = 0.005  # Level of Fisher's test, at 95 % and for one arm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,26 +146,6 @@ def compare_losses(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
-    margin: float | None
-    confidence: float
-    arms: int
-    planned: int
-
-    @property
-    def limit(self) -> float:
-        """Gap in percent up to which an arm passes."""
-        return LIMIT if self.margin is None else self.margin
-
-    def fails_more(self, failed: int, base_failed: int, seeds: int) -> bool:
-        """Return whether the arm has significantly more failed runs than the baseline."""
-        level = level_factor(self.confidence) / self.arms * (1 + 1e-9)
-        # If all n runs of the arm fail and none of the baseline, which equal arms do with probability ≤ 4⁻ⁿ: 4⁻³.
-        all_failed = failed == seeds and not base_failed and 4.0**-seeds <= 4.0**-3 * level
-        return all_failed or fisher(failed, base_failed, seeds) <= FAILURE_LEVEL * level
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Pairs:
     """The losses of an arm and of the baseline, NaN where a run diverged."""
 
@@ -197,7 +175,7 @@ class _Pairs:
         if len(self.ended) < 2:
             return None
         base, losses = ([values[k] for k in self.ended] for values in (self.base, self.losses))
-        return paired_test(base, losses, confidence=rule.confidence, arms=rule.arms, planned=rule.planned)
+        return paired_test(base, losses, rule)
 
     def blow_up(self) -> tuple[int, float] | None:
         """Return the arm's run with the highest loss and its multiple of the baseline, if it is a blow-up."""

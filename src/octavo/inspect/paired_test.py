@@ -95,11 +95,42 @@ CONFIDENCE = 0.95  # Confidence of all verdicts together
 MOST_SEEDS = 40  # Largest planned maximum of seeds: the levels below are for looks at 2 to this many seeds
 SIGNIFICANCE_LEVELS = (0.001, 0.008, 0.005, 0.0015)
 """One-sided levels α of 2, 3, 4, and 5 pairs or more, at 95 % and for one arm."""
+FAILURE_LEVEL = 0.005  # Level of Fisher's test, at 95 % and for one arm
+LIMIT = 2.0  # Default margin, in percent
 TOTAL_ALPHA = 0.025  # Total level of a plan; a plan of few seeds adds what remains to its last look
 SEPARATED_FROM = 3  # Fewest pairs for separation: two find an arm hardly more often, and equal arms separate too easily
 _LARGEST_SHIFT = 1e4
 """Noncentrality beyond which the normal numerator no longer matters (1e-8), and SciPy's noncentral t overflows."""
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What the verdicts on all arms share."""
+
+    margin: float | None = None  # Largest gap that passes, in percent; None for `LIMIT`
+    confidence: float = CONFIDENCE  # Of the verdicts on all arms together
+    arms: int = 1  # Number of arms compared with the baseline
+    planned: int = MOST_SEEDS  # Planned maximum of seeds
+
+    @property
+    def limit(self) -> float:
+        """Gap in percent up to which an arm passes."""
+        return LIMIT if self.margin is None else self.margin
+
+    def level(self, pairs: int) -> float:
+        """One-sided level of one arm, without what a small plan adds."""
+        return SIGNIFICANCE_LEVELS[min(pairs, 5) - 2] * level_factor(self.confidence)
+
+    def shared_level(self, pairs: int) -> float:
+        return level_of(pairs, self.planned) * level_factor(self.confidence) / self.arms
+
+    def fails_more(self, failed: int, base_failed: int, seeds: int) -> bool:
+        """Return whether the arm has significantly more failed runs than the baseline."""
+        level = level_factor(self.confidence) / self.arms * (1 + 1e-9)
+        # If all n runs of the arm fail and none of the baseline, which equal arms do with probability ≤ 4⁻ⁿ: 4⁻³.
+        all_failed = failed == seeds and not base_failed and 4.0**-seeds <= 4.0**-3 * level
+        return all_failed or fisher(failed, base_failed, seeds) <= FAILURE_LEVEL * level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +140,7 @@ class PairedTest:
     gaps: tuple[float, ...]  # Loss above the baseline's, one per pair, in percent of the baseline's mean loss
     mean: float  # Their mean
     deviation: float  # Their standard deviation, of n − 1 degrees of freedom, with the rounding of the losses
-    confidence: float  # Confidence of the verdicts on all arms together
-    arms: int  # Number of arms compared with the baseline
-    planned: int  # Planned maximum of seeds
+    rule: Rule
     rounding: float = 0.0  # The unit to which the losses are rounded, in percent
     # Gaps of the other arms on the same seeds, in percent; None if the arm does not take part in separation.
     others: tuple[tuple[float, ...], ...] | None = None
@@ -137,7 +166,7 @@ class PairedTest:
         pairs = len(self.gaps)
         gap, alone = (
             average_noncentrality(pairs - 1, level, power) * self.deviation / math.sqrt(pairs)
-            for level in (self._shared_level(pairs), self._level(pairs))
+            for level in (self.rule.shared_level(pairs), self.rule.level(pairs))
         )
         if pairs < SEPARATED_FROM or alone >= gap or not self._separates(gap):
             return gap
@@ -159,17 +188,10 @@ class PairedTest:
                 return pairs
         return None
 
-    def _level(self, pairs: int) -> float:
-        """Return the one-sided level of one arm, without what a small plan adds."""
-        return SIGNIFICANCE_LEVELS[min(pairs, 5) - 2] * level_factor(self.confidence)
-
-    def _shared_level(self, pairs: int) -> float:
-        return level_of(pairs, self.planned) * level_factor(self.confidence) / self.arms
-
     def _low(self, pairs: int, floor: float) -> float:
         shared, alone = (
             self.mean - student_quantile(pairs - 1, level) / math.sqrt(pairs) * self.deviation
-            for level in (self._shared_level(pairs), self._level(pairs))
+            for level in (self.rule.shared_level(pairs), self.rule.level(pairs))
         )
         alone = min(alone, floor)
         return max(shared, alone) if alone > 0 and pairs >= SEPARATED_FROM else shared
@@ -179,7 +201,7 @@ class PairedTest:
 
     def _high(self, pairs: int) -> float:
         """Not corrected for the number of arms: a comparison passes only if all arms pass."""
-        width = student_quantile(pairs - 1, self._level(pairs) / 3) / math.sqrt(pairs) + 1 + 10 / (pairs + 1)
+        width = student_quantile(pairs - 1, self.rule.level(pairs) / 3) / math.sqrt(pairs) + 1 + 10 / (pairs + 1)
         return self.mean + width * self.deviation + self.rounding
 
 
@@ -215,10 +237,7 @@ def floor_of(gaps: Sequence[float], others: Sequence[Sequence[float]]) -> float:
     return min(lowest)
 
 
-def paired_test(
-    baseline: Sequence[float], losses: Sequence[float], *, confidence: float = CONFIDENCE, arms: int = 1,
-    planned: int = MOST_SEEDS,
-) -> PairedTest:  # fmt: skip
+def paired_test(baseline: Sequence[float], losses: Sequence[float], rule: Rule) -> PairedTest:
     """Test two or more pairs; losses are finite and above zero."""
     unit = statistics.median_low(baseline)  # sums of ratios do not overflow
     whole = statistics.fmean(loss / unit for loss in baseline)
@@ -226,7 +245,7 @@ def paired_test(
     rounding = 100 * (resolution([*baseline, *losses]) / unit) / whole
     return PairedTest(
         gaps=gaps, mean=statistics.fmean(gaps), deviation=math.hypot(statistics.stdev(gaps), rounding / math.sqrt(6)),
-        confidence=confidence, arms=arms, planned=planned, rounding=rounding,
+        rule=rule, rounding=rounding,
     )  # fmt: skip
 
 
