@@ -22,16 +22,8 @@ from octavo.numerics.display import shortened
 
 FONT = 'ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "Noto Sans", sans-serif'
 SERIES = 6  # Colours of series: `--s0` to `--s5`, and as fills of areas `--a0` to `--a5`
-COLOUR_LEVELS = 8  # Colours of a heat map: `--bad0` to `--bad7`, or `--size0` to `--size7`
+COLOUR_LEVELS = 8  # Colours of a heat map, evenly spaced: `--bad0` to `--bad7`, or `--size0` to `--size7`
 AREA_OPACITY = 0.18
-
-
-def _mix(stops: Sequence[str]) -> list[str]:
-    """`COLOUR_LEVELS` colours evenly spaced between the stops of a ramp, as #rrggbb."""
-    channels = np.array([[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]).T
-    places = np.linspace(0, len(stops) - 1, COLOUR_LEVELS)
-    mixed = [np.interp(places, range(len(stops)), channel) for channel in channels]
-    return ["#" + "".join(f"{round(value):02x}" for value in colour) for colour in zip(*mixed, strict=True)]
 
 
 def _scheme(base: dict[str, str], series: Sequence[str], bad: Sequence[str], size: Sequence[str]) -> dict[str, str]:
@@ -40,8 +32,8 @@ def _scheme(base: dict[str, str], series: Sequence[str], bad: Sequence[str], siz
         **base,
         **{f"s{slot}": colour for slot, colour in enumerate(series)},
         **{f"a{slot}": f"rgba({rgb}{AREA_OPACITY})" for slot, rgb in enumerate(areas)},
-        **{f"bad{level}": colour for level, colour in enumerate(_mix(bad))},
-        **{f"size{level}": colour for level, colour in enumerate(_mix(size))},
+        **{f"bad{level}": colour for level, colour in enumerate(bad)},
+        **{f"size{level}": colour for level, colour in enumerate(size)},
     }
 
 
@@ -52,8 +44,8 @@ LIGHT = _scheme(
         "band": "rgba(0, 158, 115, 0.11)",
     },
     ("#0072b2", "#d55e00", "#009e73", "#b8558f", "#b57a00", "#3a93c9"),
-    ("#fdf3ea", "#f3b27c", "#d55e00", "#7c2f00"),
-    ("#ecf4fa", "#7fb8dd", "#0072b2", "#0a3557"),
+    ("#fdf3ea", "#f9d7bb", "#f4bb8c", "#ea9a59", "#de7623", "#c85700", "#a24300", "#7c2f00"),
+    ("#ecf4fa", "#bddaee", "#8fc1e1", "#5ba4d1", "#2486be", "#0169a5", "#064f7e", "#0a3557"),
 )  # fmt: skip
 DARK = _scheme(  # Values of the CSS variables in each scheme
     {
@@ -62,8 +54,8 @@ DARK = _scheme(  # Values of the CSS variables in each scheme
         "band": "rgba(76, 199, 155, 0.12)",
     },
     ("#5ab4ec", "#f58a3c", "#3cc79a", "#e08fc0", "#e6b34a", "#8ecdf5"),
-    ("#262422", "#7a451d", "#f58a3c", "#ffdcbd"),
-    ("#1d2731", "#2c618a", "#5ab4ec", "#d3ecfd"),
+    ("#262422", "#4a3220", "#6e401e", "#9d5926", "#d27633", "#f6964e", "#fbb986", "#ffdcbd"),
+    ("#1d2731", "#234057", "#2a597d", "#3979a6", "#4d9cd0", "#6bbcee", "#9fd4f6", "#d3ecfd"),
 )  # fmt: skip
 
 

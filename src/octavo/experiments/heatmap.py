@@ -33,7 +33,6 @@ class Statistic:
     caption: str
     unit: str  # Text after a value
     value: Callable[[OperandStats], float]  # Of a row of statistics; NaN where there is none
-    worst: Callable[..., Any]  # `min` or `max`: which of several values counts
     # Rising values between levels; None to take eight equal ones over the range of each operand.
     edges: tuple[float, ...] | None
     falling: bool = False  # Whether low values are the bad ones
@@ -43,24 +42,24 @@ class Statistic:
 
 STATISTICS = (
     Statistic(
-        title="SQNR", unit=" dB", value=lambda row: row.sqnr, worst=min, falling=True,
+        title="SQNR", unit=" dB", value=lambda row: row.sqnr, falling=True,
         edges=(18.0, 20.0, 22.0, 24.0, 26.0, 28.0, 30.0),
         caption="Signal to quantization noise, dB. E4M3 gives about 31, E5M2 about 25, where nothing underflows.",
     ),
     Statistic(
-        title="Underflow", unit=" %", value=lambda row: 100 * row.underflow, worst=max,
+        title="Underflow", unit=" %", value=lambda row: 100 * row.underflow,
         edges=(1e-3, 1e-2, 0.1, 1.0, 5.0, 10.0, 20.0),
         caption="Percent of the values above zero that become zero in FP8.",
     ),
     Statistic(
-        title="Largest magnitude", unit="", worst=max, edges=None, hue="size",
+        title="Largest magnitude", unit="", edges=None, hue="size",
         value=lambda row: math.log2(row.amax) if row.amax > 0 else math.nan,
         caption="Powers of two (log2 of amax); each operand over its own range. Sudden changes are what to look for.",
     ),
 )  # fmt: skip
 
 CHANNEL_SCALES = Statistic(
-    title="Channel scales", unit="", value=lambda row: row.channel_scales[0], worst=max, edges=None, hue="size",
+    title="Channel scales", unit="", value=lambda row: row.channel_scales[0], edges=None, hue="size",
     across="percentile", caption="log2 of s, by which channels of X are divided and those of W multiplied, from the "
     "smallest to the largest in the last sample. Outlier channels of X are at the right end, those of W at the left.",
 )  # fmt: skip
@@ -89,13 +88,8 @@ def _groups(layers: list[str]) -> list[HeatmapGroup]:
     together = -(-len(layers) // ROWS)
     short = [kind.rsplit("#.", 1)[-1] for kind in kinds]
     names = short if len(set(short)) == len(short) else list(kinds)
-    return [
-        (
-            name if len(name) <= LONGEST else "…" + name[1 - LONGEST :],
-            [members[i : i + together] for i in range(0, len(members), together)],
-        )
-        for name, members in zip(names, kinds.values(), strict=True)
-    ]
+    shared = [[members[i : i + together] for i in range(0, len(members), together)] for members in kinds.values()]
+    return [(plain(name, LONGEST), lines) for name, lines in zip(names, shared, strict=True)]
 
 
 def _map(statistic: Statistic, steps: list[int], rows: Sequence[OperandStats]) -> Chart:
@@ -106,7 +100,6 @@ def _map(statistic: Statistic, steps: list[int], rows: Sequence[OperandStats]) -
         lines += [[]] if lines else []
         places.append(len(lines) + (len(members) - 1) / 2)
         lines += members
-    labels = [plain(kind) for kind, _ in groups]
     columns = min(len(steps), COLUMNS)
     column_of = {step: number * columns // len(steps) for number, step in enumerate(steps)}
     line_of = {layer: number for number, layers in enumerate(lines) for layer in layers}
@@ -132,8 +125,8 @@ def _map(statistic: Statistic, steps: list[int], rows: Sequence[OperandStats]) -
             showticklabels=False, **({"matches": "x"} if number else {}),
         )  # fmt: skip
         axes[f"yaxis{name}"] = axis(
-            anchor=f"x{name}", showgrid=False, range=[len(lines) - 0.5, -0.5], tickvals=places, ticktext=labels,
-            showticklabels=number == 0, **({"matches": "y"} if number else {}),
+            anchor=f"x{name}", showgrid=False, range=[len(lines) - 0.5, -0.5], tickvals=places,
+            ticktext=[kind for kind, _ in groups], showticklabels=number == 0, **({"matches": "y"} if number else {}),
         )  # fmt: skip
         keys.append((NAMES[operand] if statistic.edges is None else "", _keys(statistic, edges)))
     tall = max(len(lines) * min(16.0, max(4.0, 420 / len(lines))), 16.0 * len(groups))
@@ -186,10 +179,10 @@ def _cell(
     values = [(value, row) for row in samples if not math.isnan(value := statistic.value(row))]
     if not values:
         return None, None
-    value, row = statistic.worst(values, key=itemgetter(0))
+    value, row = sorted(values, key=itemgetter(0), reverse=not statistic.falling)[0]
     above = bisect_right(edges, value)
-    worst = [plain(row.layer, 90), f"{value:.4g}{statistic.unit}", row.step]
-    return COLOUR_LEVELS - 1 - above if statistic.falling else above, worst
+    level = COLOUR_LEVELS - 1 - above if statistic.falling else above
+    return level, [plain(row.layer, 90), f"{value:.4g}{statistic.unit}", row.step]
 
 
 def _equal_levels(values: Sequence[float]) -> tuple[float, ...]:
