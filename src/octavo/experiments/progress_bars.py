@@ -21,23 +21,12 @@ from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.metrics import LOSS, ExpectedStep, RunResult, RunSetup, StepMetrics
 from octavo.train.tasks.registry import task_of
 
-OTHER_COLUMNS = 58  # Characters of a line besides bar and numbers: the label, steps and times
-
 
 class _Numbers(progress.ProgressColumn):
-    """Numbers of the last step, as many as the width has room for."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self._width = width
+    """Numbers of the last step, cut where the width ends."""
 
     def render(self, task: progress.Task) -> Text:
-        line = Text()
-        for number in task.fields["numbers"]:
-            if line and len(line) + len(number) + 2 > self._width:
-                break
-            line = Text("  ").join([line, number]) if line else number
-        return line
+        return Text("  ", no_wrap=True, overflow="ellipsis").join(task.fields["numbers"])
 
 
 class ProgressBars:
@@ -49,7 +38,7 @@ class ProgressBars:
         bar = max(8, min(32, console.width - 90))
         self._bars = progress.Progress(
             progress.TextColumn("[bold]{task.description}"), progress.BarColumn(bar_width=bar),
-            progress.MofNCompleteColumn(), _Numbers(console.width - bar - OTHER_COLUMNS), progress.TimeElapsedColumn(),
+            progress.MofNCompleteColumn(), _Numbers(), progress.TimeElapsedColumn(),
             progress.TextColumn("[dim]left[/dim]"), progress.TimeRemainingColumn(),
             console=console, disable=not console.is_terminal,
         )  # fmt: skip
