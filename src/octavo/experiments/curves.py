@@ -6,7 +6,7 @@ A value that was not finite leaves a gap, never a zero.
 import math
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,7 @@ from octavo.train.record.metrics import LOSS, StepMetrics
 
 Floats = NDArray[np.floating[Any]]
 Steps = NDArray[np.int64]
-
-
-COLUMNS = dict.fromkeys(("loss", "lr", "grad_norm", "tokens_per_s", "held_out"), 1.0) | {
-    "mfu": 100,
-    "peak_memory": 2**-30,
-}
-"""The series of a run's steps beside their numbers, and the factor to the unit of `Curves`."""
+UNITS = {"mfu": 100, "peak_memory": 2**-30}  # Factors from the units of steps to those of `Curves`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +34,14 @@ class Curves:
 
     @classmethod
     def of(cls, rows: Iterable[StepMetrics]) -> "Curves":
-        steps, columns = array("q"), {name: array("d") for name in COLUMNS}
+        steps, columns = array("q"), {field.name: array("d") for field in fields(cls) if field.name != "step"}
         for row in rows:
             steps.append(row.step)
             for name, column in columns.items():
                 value = (row.held_out or {}).get(LOSS) if name == "held_out" else getattr(row, name)
-                column.append(math.nan if value is None else value * COLUMNS[name])
-        return cls(step=np.array(steps), **{name: np.array(column) for name, column in columns.items()})
+                column.append(math.nan if value is None else value)
+        series = {name: np.array(column) * UNITS.get(name, 1) for name, column in columns.items()}
+        return cls(step=np.array(steps), **series)
 
 
 def smoothing_window(steps: int) -> int:
