@@ -283,7 +283,6 @@ def test_losses_of_a_file_are_judged(tmp_path):
         ('{"baseline": [3, 3], "arms": {"a": [3, 3]}, "arm": 1}', "0.arm: Unexpected"),
         ('{"baseline": [3, 3], "arms": {}}', "got none"), ("[" * 100_000, "cannot be read as JSON"),
         ('{"baseline": [3, 3], "arms": {"a": [3, 3], "a": [3, 3]}}', "the key 'a' is given twice"),
-        ('{"baseline": [3, 3], "arms": {"a": [3, 1e400]}}', "1e400 is beyond the range of floats"),
         ('{"baseline": [3, 3], "arms": {"a": [3, "three"]}}', "0.arms.a.1: Input should be a valid number"),
         ('{"baseline": [3, 3], "arms": {"a": [3, true]}}', "0.arms.a.1: Input should be a valid number"),
         ('[{"baseline": [3, 3], "arms": {"a": [3, 3]}}, {"baseline": [3], "arms": {"a": [3]}}]', "object 2 of 2: a"),

@@ -35,7 +35,7 @@ def read_losses(path: Path) -> list[LossTable]:
     except OSError as error:
         raise ValueError(f"--losses {path} cannot be read: {error.strerror}. Give a JSON file: {SHAPE}") from None
     try:
-        json.loads(content, object_pairs_hook=_check_names, parse_float=_check_range)
+        json.loads(content, object_pairs_hook=_check_names)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}. Give a JSON file: {SHAPE}") from None
     if not content.lstrip().startswith(b"["):
@@ -48,9 +48,3 @@ def _check_names(pairs: list[tuple[str, object]]) -> None:
     names = [name for name, _ in pairs]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"the key {twice[0]!r} is given twice in one object")
-
-
-def _check_range(text: str) -> None:
-    """Infinity means divergence, a number beyond the range of floats does not."""
-    if math.isinf(float(text)):
-        raise ValueError(f"{text} is beyond the range of floats")
