@@ -6,9 +6,7 @@ has the planner's prediction of the speed of a larger model on GPUs.
 
 import shlex
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import resources
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 
 from octavo.experiments.compare_verdict import PairVerdict, PredictedSpeed, verdict
+from octavo.experiments.ready_models import ready_model
 from octavo.experiments.run_report import write_report
 from octavo.numerics import Precision
 from octavo.planner.model_plan import plan
@@ -28,6 +27,7 @@ from octavo.train.record.progress import Progress
 BASELINE, CANDIDATE = "bf16", "fp8+activations+optimizer"
 # Three minutes on two CPU cores with AVX-512; the learning rate of `demo.toml` is for larger batches.
 SHORTENED = ("run.steps=100", "optim.batch=2", "optim.lr=1e-3")
+CONFIG = Path(__file__).with_name("demo.toml")
 MODEL = "Llama 3 8B"
 GPUS, BATCH, SEQUENCE = 8, 1, 8192
 SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out", "run.restarts")
@@ -52,15 +52,9 @@ def demo_configs(overrides: Sequence[str] = (), candidate: str = CANDIDATE) -> t
             raise ConfigError(f"{problem}: use --level, or `octavo train`")
     if candidate == BASELINE:
         raise ConfigError(f"the demo compares {BASELINE} with another level: give one with --level, as {CANDIDATE}")
-    with _packaged() as path:
-        first, second = (
-            load_config(path, [*SHORTENED, *overrides, f'precision.level="{level}"']) for level in (BASELINE, candidate)
-        )
+    levels = (BASELINE, candidate)
+    first, second = (load_config(CONFIG, [*SHORTENED, *overrides, f'precision.level="{name}"']) for name in levels)
     return first, second
-
-
-def _packaged() -> AbstractContextManager[Path]:
-    return resources.as_file(resources.files("octavo.experiments") / "demo.toml")
 
 
 def free_folder(folder: Path) -> Path:
@@ -74,9 +68,7 @@ def run_demo(configs: Sequence[TrainConfig], out: Path, progress: Progress) -> D
     # An arm that stops on a loss that is not finite is a result like any other: it is in the report, without a verdict.
     if out.exists() and (not out.is_dir() or any(not path.is_dir() for path in out.rglob("*"))):
         raise ConfigError(f"{out} is not empty, and a demo overwrites nothing: give another folder with --out")
-    with _packaged() as path:
-        usual = load_config(path).optim.warmup
-    if (warmup := configs[0].optim.warmup) != usual:
+    if (warmup := configs[0].optim.warmup) != load_config(CONFIG).optim.warmup:
         progress.note(f"the learning rate warms up over {warmup} of the {configs[0].run.steps} steps")
     arms: list[RunResult] = []
     folders = [out / config.precision.level for config in configs]
@@ -102,12 +94,8 @@ def predict_speed(precision: Precision) -> PredictedSpeed:
     # Linear layers that would lose stay in bf16, as `octavo.convert` decides on such a GPU.
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=SEQUENCE,
-    )  # fmt: skip
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(config)
+        model: Any = LlamaForCausalLM(LlamaConfig(**ready_model("llama3-8b").config))
     planned = plan(model.to(torch.bfloat16), BATCH, SEQUENCE, device="h100", world_size=GPUS, precision=precision)
     where = f"{MODEL} on {GPUS} × {planned.gpu.name}, {BATCH * SEQUENCE:,} tokens each, not compiled"
     return PredictedSpeed(gain=planned.gain, where=where)
