@@ -97,10 +97,6 @@ def pickled(state):
     return buffer.getvalue()
 
 
-WRONG = [("step", "2"), ("step", 2.5), ("step", True), ("step", -1), ("skipped_batches", "x"), ("skipped_batches", -7)]
-WRONG += [("config", "x"), ("loss_scale", 3), ("data", 3), ("ranks", 0), ("guard", 3)]
-
-
 def test_damaged_checkpoints_are_named(make_config, tmp_path):
     trainer = make_trainer(make_config())
     trainer.save(tmp_path)
@@ -110,7 +106,6 @@ def test_damaged_checkpoints_are_named(make_config, tmp_path):
     wider = make_trainer(make_config(model={"type": "llama", "config": LLAMA | {"intermediate_size": 96}}))
     with pytest.raises(ConfigError, match="there intermediate_size = 64, here 96"):
         load(wider, folder)
-    good = json.loads((folder / "trainer.json").read_text())
     # What was damaged before its digests were written, or by who can write them.
     for name in ("optimizer.pt", "model.safetensors"):
         content = (folder / name).read_bytes()
@@ -125,15 +120,6 @@ def test_damaged_checkpoints_are_named(make_config, tmp_path):
         write_digests(folder, {})
         with pytest.raises(ConfigError, match=r"is damaged \(.*\): remove .*step-000000 to resume from the one before"):
             load(trainer, folder)
-    for text in ("{}", "null", '{"step": 1}', "[]", *(json.dumps(good | {key: value}) for key, value in WRONG)):
-        (folder / "trainer.json").write_text(text)
-        write_digests(folder, {})
-        with pytest.raises(ConfigError, match=r"trainer\.json is not the state of a trainer \(.*step-000000"):
-            read_trainer_state(folder)
-    (folder / "trainer.json").write_text(json.dumps({"step": 1})[:-1])
-    write_digests(folder, {})
-    with pytest.raises(ConfigError, match=r"trainer\.json cannot be read .*: remove .*step-000000"):
-        read_trainer_state(folder)
 
 
 def test_each_setting_says_whether_it_may_differ_on_resume(make_config, tmp_path):

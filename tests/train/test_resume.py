@@ -1,4 +1,3 @@
-import json
 import os
 import shutil
 import signal
@@ -11,7 +10,6 @@ import torch
 from tiny_runs import LLAMA, VARIANTS, At, Recorder, assert_same, curve, fail, sentences, terminate
 
 from octavo.train import read_metrics, run
-from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data.tokenizer import train_tokenizer
@@ -146,17 +144,6 @@ def test_folders_may_be_elsewhere_and_files_elsewhere_are_not_changed(copied, ma
     assert run(make_config(run={"steps": 7}), out=copied, resume=True).steps == 7
     assert (tmp_path / "metrics.jsonl").read_bytes() == before != (copied / "metrics.jsonl").read_bytes()
     assert not (tmp_path / "gone").exists()
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("loss_scale", {"value": "x"}), ("guard", {"last": 3}), ("guard", {"rollbacks": "x"})]
-)
-def test_states_of_other_types(key, value, copied, make_config):
-    last = latest_checkpoint(copied)
-    state = json.loads((last / "trainer.json").read_text())
-    (last / "trainer.json").write_text(json.dumps(state | {key: value}))
-    write_digests(last, {})
-    refused(r"trainer\.json is not the state of a trainer", make_config(run={"steps": 7}), copied)
 
 
 def test_folders_that_are_no_checkpoints_are_passed_over(copied, make_config):

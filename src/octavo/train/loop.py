@@ -280,12 +280,9 @@ def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, progress: Progr
 
 
 def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
-    try:
-        if trainer.pilot is not None and "autopilot" in state:
-            trainer.pilot.load_state_dict(state["autopilot"])
-        trainer.guard.load_state_dict(state.get("guard", {}))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{checkpoint / 'trainer.json'} is not the state of a trainer: {error!r}") from None
+    if trainer.pilot is not None and "autopilot" in state:
+        trainer.pilot.load_state_dict(state["autopilot"])
+    trainer.guard.load_state_dict(state.get("guard", {}))
     part = trainer.layout.part
     load_checkpoint(checkpoint, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks, part)
     trainer.step = state["step"]
