@@ -13,7 +13,7 @@ from octavo.experiments.curves import Floats, Steps, gap_percent, smooth
 from octavo.experiments.page import render
 from octavo.experiments.run_report import config_differences
 from octavo.inspect.compare import ArmLosses, Verdict, percent, signed
-from octavo.train.record.loggers import check_kind
+from octavo.train.disk import write_file
 from octavo.train.record.metrics import finite
 
 FILES = ("compare.json", "report.html")  # Files in the folder of a comparison, besides its runs
@@ -23,8 +23,6 @@ CARDS: dict[Verdict, str] = {  # Style of a verdict on the page
 
 
 def write_comparison(comparison: Comparison, settings: Sequence[str], out: Path) -> None:
-    for name in FILES:
-        check_kind(out / name, "a report")
     runs = comparison.runs
     first, seeds = runs[0].results[comparison.seeds[0]], ", ".join(map(str, comparison.seeds))
     page = render(
@@ -37,9 +35,9 @@ def write_comparison(comparison: Comparison, settings: Sequence[str], out: Path)
             for seed in comparison.seeds
         ],
     )  # fmt: skip
-    (out / "report.html").write_text(page, encoding="utf-8")
+    write_file(out / "report.html", page)
     text = json.dumps(to_json(comparison), indent=2, allow_nan=False)
-    (out / "compare.json").write_text(text + "\n", encoding="utf-8")
+    write_file(out / "compare.json", text + "\n")
 
 
 def comparison_rows(comparison: Comparison) -> list[list[str]]:

@@ -37,19 +37,13 @@ HELD_OUT_LOSSES = {  # Metrics on held-out data that are losses, for people; all
 def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None = None) -> Path:
     """Write the report of a run, or of a pair, into the folder `out`; return the path of its page."""
     # `prediction`: the speed of the second run's precision on GPUs.
-    from octavo.train.record.loggers import check_kind  # imports torch, which the live page does without
-
     logged = read_runs(runs)
     pair = verdict(logged[0].result, logged[1].result, prediction) if len(logged) == 2 else None
     out.mkdir(parents=True, exist_ok=True)
-    files = {"report.html": render("report.html.j2", **page_context(logged, pair))}
+    write_file(out / "report.html", render("report.html.j2", **page_context(logged, pair)))
     if pair is not None:
         summary = {"verdicts": [pair.to_json()], "runs": [asdict(run.result) for run in logged]}
-        files["verdict.json"] = json.dumps(summary, indent=2) + "\n"
-    for name in files:
-        check_kind(out / name, "a report")
-    for name, text in files.items():
-        write_file(out / name, text)
+        write_file(out / "verdict.json", json.dumps(summary, indent=2) + "\n")
     return out / "report.html"
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from octavo.train.checkpoint.retention import FOLDER, checkpoints, invalid_checkpoints, latest_checkpoint, step_of
+from octavo.train.checkpoint.retention import checkpoints, invalid_checkpoints, latest_checkpoint
 from octavo.train.checkpoint.store import damaged_checkpoints, read_trainer_state, set_aside
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, naming
 from octavo.train.config.sections import expand
@@ -195,7 +195,6 @@ class _Sender:
 #
 # Only the same run continues a folder, and only on request. Foreign files stay, also those with a name of a run's own.
 
-
 TOKENIZER_FILE = "tokenizer.json"
 OTHER_FILES = (  # Other files of a run or its report
     TOKENIZER_FILE, LAYERS_FILE, SETUP_FILE, STATISTICS_FILE, EVENTS_FILE, LOGGERS_FILE, TENSORBOARD_DIR, "report.html"
@@ -211,13 +210,13 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort
     """Check that a run may write into the folder `out`, and find the checkpoint to resume from."""
     if config.model.path is not None and expand(config.model.path).resolve() == out.resolve():
         raise ConfigError(f"{out} is model.path, the checkpoint to start from: choose another folder (--out)")
-    for name in (*RUN_MARKERS, *OTHER_FILES):
-        check_kind(out / name)
-    run_files = [name for name in RUN_MARKERS if (out / name).exists()]
-    foreign_files = [name for name in OTHER_FILES if (out / name).exists()]
+    run_files = [name for name in RUN_MARKERS if os.path.lexists(out / name)]
+    foreign_files = [name for name in OTHER_FILES if os.path.lexists(out / name)]
     if not resume:
         if run_files:
-            problem = f"{out} already holds a run ({_progress(out)}"
+            newest = latest_checkpoint(out)
+            state = "without a checkpoint" if newest is None else f"with {newest.name}"
+            problem = f"{out} already holds a run ({state}): --resume continues it"
             raise ConfigError(f"{problem}; or choose another folder for a new one (--out)")
         if foreign_files:
             problem = f"{out} holds {foreign_files[0]}, which a run would overwrite"
@@ -232,7 +231,9 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort
             problem = f"{out} holds {files[0]} but no checkpoint and no {CONFIG_FILE}"
             raise ConfigError(f"{problem}, so it is not known which run wrote it: choose another folder (--out)")
         if run_files:
-            check_same_run(_read_config(out / CONFIG_FILE), config, out)
+            with naming(f"{out / CONFIG_FILE} cannot be read", ValueError, RecursionError):
+                saved = tomllib.loads((out / CONFIG_FILE).read_text(encoding="utf-8"))
+            check_same_run(saved, config, out)
         return RunFolder(notes=ignored)
     state = read_trainer_state(checkpoint)
     changes = check_same_run(state["config"], config, out)
@@ -240,31 +241,3 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort
         raise ConfigError(f"run.steps = {config.run.steps}, but {checkpoint} is already at step {state['step']}")
     aside = (f"{path} is damaged: {reason}. It is {set_aside(path).name} now" for path, reason in damaged.items())
     return RunFolder(checkpoint, (*aside, *ignored, *changes))
-
-
-def _progress(out: Path) -> str:
-    """How far the run in `out` is, and what --resume does."""
-    if (newest := latest_checkpoint(out)) is None:
-        return "unfinished, without a checkpoint): --resume starts it again from the first step"
-    try:
-        steps = _read_config(out / CONFIG_FILE)["run"]["steps"]
-    except (ConfigError, OSError, KeyError, TypeError):
-        steps = "an unknown number of"
-    if steps == (step := step_of(newest)):
-        return f"finished after {step} steps): --resume with a larger run.steps continues it"
-    return f"unfinished: {step} of {steps} steps): --resume continues it from {newest.name}"
-
-
-def check_kind(path: Path, writer: str = "a run") -> None:
-    """Raise ConfigError for a folder or link at the path of a file, or a non-folder at the path of a folder."""
-    # A link to a folder counts as a folder. `writer`: who writes there.
-    folder = path.name in (FOLDER, TENSORBOARD_DIR)
-    if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file() and not path.is_symlink()):
-        kind = f"a link to {os.readlink(path)}" if path.is_symlink() else "a folder" if path.is_dir() else "no folder"
-        problem = f"{path} is {kind}, and {writer} writes a {'folder' if folder else 'file'} there"
-        raise ConfigError(f"{problem}: move it away, or choose another folder (--out)")
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    with naming(f"{path} cannot be read", ValueError, RecursionError):
-        return tomllib.loads(path.read_text(encoding="utf-8"))
