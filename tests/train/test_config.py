@@ -96,10 +96,8 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml, overrides, asked):
         ("lr=1", r'override "lr=1": write section.key=value'),
         ("run.steps.x=1", r"steps is a value, not a table"),
         ("data.source=~nouser/x", r"data.source: there is no home folder for ~nouser/x"),
-        ('data.cache="a\\u0000"', r"data.cache: a path has no NUL"),
         *((f"{key}={10**30}", rf"{key}: should be less than or equal to 2147483647, got 1000") for key in LARGE),
         ("optim.batch=1000000000", r"optim.batch = 1000000000 .*_length = 8 are 8,000,000,000 tokens .* lower either"),
-        ("data.sequence_length=1000000000", r"_length = 1000000000 are 8,000,000,000 tokens a step.*1,073,741,824"),
         ("optim.micro_batches=1000000000", r"optim.batch = 8 cannot be cut into 1000000000 equal micro-batches"),
         # An override is one value.
         ("optim.lr=3e-4\n[run]\nsteps = 7", "something follows it"),
@@ -111,7 +109,6 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml, overrides, asked):
         ("optim.lr=[1e-3]", "optim.lr: should be a valid number"),
         ("optim.lr=1e-3]\nx = [1", "something follows it"),
         ("optim.lr=", "optim.lr: should be a valid number, got ''"),
-        ("model.config.x={a = [nan]}", "model.config.x.a: expected a number, a string"),
         ("run.steps=" + "[" * 3000, "run.steps: should be a valid integer"),
     ],
 )  # fmt: skip
@@ -126,7 +123,6 @@ def test_each_mistake_is_one_clear_line(toml, override, message):
     [
         ("optim.lr=3e-4\r\n", lambda c: c.optim.lr, 3e-4),
         ('model.config."a.b"=1', lambda c: c.model.config["a.b"], 1),
-        ('model.config."a=b"=2', lambda c: c.model.config["a=b"], 2),
         ("model.config.'ü 🐙'=3", lambda c: c.model.config["ü 🐙"], 3),
         ("model.config.limit=[0.0, inf]", lambda c: c.model.config["limit"], [0.0, float("inf")]),
         ("run.name=2026-01-02", lambda c: c.run.name, "2026-01-02"),

@@ -6,7 +6,6 @@ Reading is strict: nothing is coerced, and a `ConfigError` names the key as writ
 import datetime
 import importlib
 import json
-import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -281,16 +280,15 @@ def _apply(tables: dict[str, Any], override: str) -> tuple[str, ...]:
 
 
 def _split_override(override: str) -> tuple[tuple[str, ...], str]:
-    """Split an override into key and value. A quoted part of the key may hold any character."""
-    parts = re.fullmatch(r"""((?:"[^"]*"|'[^']*'|[^="'\[\n])+)=(.*)""", override, re.DOTALL)
-    table: object = _parse_toml(f"{parts[1]} = 0") if parts else None
+    name, separator, text = override.partition("=")
+    table: object = _parse_toml(f"{name} = 0") if separator else None
     key = []
     while isinstance(table, dict) and table:
         ((name, table),) = table.items()
         key.append(name)
-    if parts is None or len(key) < 2:
+    if len(key) < 2:
         raise ConfigError(f"override {_toml(override)}: write section.key=value, as optim.lr=3e-4")
-    return tuple(key), parts[2]
+    return tuple(key), text
 
 
 def _value(override: str, text: str) -> object:
