@@ -14,7 +14,7 @@ from tiny_runs import LLAMA
 from octavo.experiments.run_report import write_report
 from octavo.inspect.findings import OperandStats
 from octavo.train import ConfigError, loop, run
-from octavo.train.loop import Gauges, expected_step
+from octavo.train.loop import expected_step, with_gauges
 from octavo.train.record.metrics import (
     DataSize,
     ExpectedStep,
@@ -231,14 +231,11 @@ H100 = "NVIDIA H100 80GB HBM3"
 ROW = step(5, tokens=320, step_s=0.5, tokens_per_s=128.0)
 
 
-def gauges(expected, skipped_batches=0):
-    config = SimpleNamespace(optim=SimpleNamespace(batch=4), run=SimpleNamespace(steps=9))
-    task = SimpleNamespace(data_size=lambda: DataSize(rows=40))
+def gauged(expected, skipped_batches=0):
+    config = SimpleNamespace(optim=SimpleNamespace(batch=4))
     ranks = SimpleNamespace(device=torch.device("cpu"))
-    trainer = SimpleNamespace(config=config, task=task, ranks=ranks, skipped_batches=skipped_batches)
-    gauges = Gauges(trainer, fake_runs.result())
-    gauges.setup.expected = expected
-    return gauges
+    trainer = SimpleNamespace(config=config, ranks=ranks, skipped_batches=skipped_batches)
+    return with_gauges(ROW, trainer, SimpleNamespace(data=DataSize(rows=40), expected=expected))
 
 
 def test_a_run_on_a_cpu(make_config, tmp_path):
@@ -259,11 +256,11 @@ def test_a_run_on_a_cpu(make_config, tmp_path):
 
 def test_mfu_and_position():
     expected = ExpectedStep(gpu="H100 SXM", flops=1e14, bf16_flops=989e12, fp8_flops=1979e12)
-    row = gauges(expected).read(ROW)
+    row = gauged(expected)
     assert row.mfu == pytest.approx(1e14 / 0.5 / 989e12) and row.epoch == 5 * 4 / 40
     assert row == replace(ROW, mfu=row.mfu, epoch=row.epoch, time=row.time)
-    assert gauges(expected, skipped_batches=5).read(ROW).epoch == 1.0  # as after a rollback
-    assert gauges(None).read(ROW).mfu is None
+    assert gauged(expected, skipped_batches=5).epoch == 1.0  # as after a rollback
+    assert gauged(None).mfu is None
 
 
 def test_the_prediction_waits_for_the_first_step(monkeypatch, make_config, tmp_path):

@@ -215,8 +215,8 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort
     if not resume:
         if run_files:
             newest = latest_checkpoint(out)
-            state = "without a checkpoint" if newest is None else f"with {newest.name}"
-            problem = f"{out} already holds a run ({state}): --resume continues it"
+            what = "without a checkpoint" if newest is None else f"with {newest.name}"
+            problem = f"{out} already holds a run ({what}): --resume continues it"
             raise ConfigError(f"{problem}; or choose another folder for a new one (--out)")
         if foreign_files:
             problem = f"{out} holds {foreign_files[0]}, which a run would overwrite"
