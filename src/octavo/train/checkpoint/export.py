@@ -103,7 +103,6 @@ def _export_adapters(checkpoint: Path, folder: Path, out: Path, layout: ExportLa
     sharded = (checkpoint / SHARDS).exists()
     with _damage(checkpoint):
         if sharded:
-            shards.check(checkpoint / SHARDS)
             tensors = shards.read_tensors(checkpoint / SHARDS, "model.")
         else:
             content = (checkpoint / lora.WEIGHTS_FILE).read_bytes()
@@ -144,7 +143,6 @@ def _merged(checkpoint: Path, state: dict[str, Any], dtype: torch.dtype) -> Any:
 def _read(checkpoint: Path, dtype: torch.dtype) -> Any:
     if not (checkpoint / SHARDS).exists():
         return load_pretrained(checkpoint, dtype)
-    shards.check(checkpoint / SHARDS)
     settings = load_model_config(checkpoint)
     with torch.random.fork_rng(devices=[]):
         model = kind_of(settings).auto.from_config(settings, dtype=dtype, trust_remote_code=False)

@@ -56,14 +56,14 @@ def has_shards(model: nn.Module) -> bool:
 
 def write(folder: Path, state: dict[str, Tensor]) -> dict[str, str]:
     """Write this rank's part of a state and wait for the others. Returns the digests of its files, by their path."""
-    with _dcp_errors(folder), _ignore_warnings():
+    with _dcp(folder):
         save(state, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=not dist.is_initialized())
     return _own_digests(folder)
 
 
 def write_async(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup) -> Future[dict[str, str]]:
     """Copy a state to host memory and write it in the background; `wait_for` returns the digests."""
-    with _dcp_errors(folder), _ignore_warnings():
+    with _dcp(folder):
         writer = FileSystemWriter(folder, sync_files=True)
         written: Any = async_save(state, storage_writer=writer, process_group=group)
     background = ThreadPoolExecutor(1)
@@ -73,7 +73,7 @@ def write_async(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup
 
 
 def wait_for(future: Future[dict[str, str]], folder: Path) -> dict[str, str]:
-    with _dcp_errors(folder), _ignore_warnings():
+    with _dcp(folder):
         return future.result()
 
 
@@ -101,33 +101,31 @@ def read_tensors(folder: Path, prefix: str, suffix: str = "") -> dict[str, Tenso
     return {name.removeprefix(prefix).removesuffix(suffix): value for name, value in state.items()}
 
 
-def check(folder: Path) -> None:
-    """Raise ConfigError if files of a state are missing or too short, or its index is invalid."""
-    sizes: dict[str, int] = {}  # at least
-    for stored in read_index(folder).storage_data.values():
-        sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), stored.offset + stored.length)
-    if missing := sorted(name for name in sizes if not (folder / name).exists()):
-        raise ConfigError(f"{len(missing)} of {len(sizes)} shards are missing ({', '.join(missing[:4])})")
-    if short := sorted(name for name, size in sizes.items() if (folder / name).stat().st_size < size):
-        raise ConfigError(f"shards are cut off ({', '.join(short[:4])})")
+def files_of_index(folder: Path) -> set[str]:
+    return {stored.relative_path for stored in read_index(folder).storage_data.values()}
 
 
 def fill(folder: Path, state: dict[str, Tensor], *, alone: bool = True) -> None:
     """Fill a state in place, in one process or, unless `alone`, in all. Raises ConfigError if it does not fit."""
-    try:
-        with _ignore_warnings():
-            load(state, storage_reader=ShardReader(folder), no_dist=alone)
-    except CheckpointException as error:  # that of a lost rank is none
-        raise ConfigError(_reason(error)) from None
+    with _dcp():
+        load(state, storage_reader=ShardReader(folder), no_dist=alone)
 
 
 @contextmanager
-def _dcp_errors(folder: Path) -> Iterator[None]:
-    """Turn any failure to write into an OSError: for a full disk, torch.save raises a RuntimeError."""
+def _dcp(written: Path | None = None) -> Iterator[None]:
+    """Run a part of DCP without its warnings; any failure to write becomes an OSError, one to read a ConfigError."""
     try:
-        yield
-    except CheckpointException as error:
-        raise OSError(f"{folder} cannot be written: {_reason(error)}{free_space(folder)}") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    except CheckpointException as error:  # that of a lost rank is none
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        reason = f"rank {rank}: {' '.join(str(cause).split())[:300]}"
+        if written is None:
+            raise ConfigError(reason) from None
+        # For a full disk, torch.save raises a RuntimeError.
+        raise OSError(f"{written} cannot be written: {reason}{free_space(written)}") from None
 
 
 def free_space(folder: Path) -> str:
@@ -135,19 +133,6 @@ def free_space(folder: Path) -> str:
         with suppress(OSError):  # the first rank may have removed it already
             return f" ({shutil.disk_usage(place).free / 2**30:.1f} GiB are free there)"
     return ""
-
-
-def _reason(error: CheckpointException) -> str:
-    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    return f"rank {rank}: {' '.join(str(cause).split())[:300]}"
-
-
-@contextmanager
-def _ignore_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", UserWarning)
-        yield
 
 
 INDEX = ".metadata"
@@ -180,10 +165,6 @@ def read_index(folder: Path) -> metadata.Metadata:
         raise ConfigError(f"{folder / INDEX} is not loaded: {error}") from None
     except Exception as error:  # no common type: unpickling raises many
         raise ConfigError(f"{INDEX} cannot be read ({type(error).__name__})") from None
-    for info in places.values():
-        place = folder / info.relative_path
-        if place.exists() and place.resolve().parent != folder.resolve():
-            raise ConfigError(f"{place} is not loaded: it is a link out of its folder")
     return index
 
 
