@@ -57,23 +57,13 @@ from octavo.train.trainer import Trainer
 # Transformers makes the planned model, the default dtype of the whole process is that model's.
 
 
-class Gauges:
-    def __init__(self, trainer: Trainer, summary: RunResult) -> None:
-        self._trainer, self._data = trainer, trainer.task.data_size()
-        steps = trainer.config.run.steps
-        # The setup of the run; set its `expected` when there is a prediction.
-        self.setup = RunSetup(started=time.time(), steps=steps, summary=summary, data=self._data, expected=None)
-        self._device = trainer.ranks.device
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def read(self, row: StepMetrics) -> StepMetrics:
-        trainer, expected = self._trainer, self.setup.expected
-        batches = row.step + trainer.skipped_batches
-        epoch = batches * trainer.config.optim.batch / self._data.rows if self._data is not None else None
-        mfu = expected.flops / row.step_s / expected.bf16_flops if expected is not None else None
-        memory = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
-        return replace(row, time=time.time(), epoch=epoch, mfu=mfu, peak_memory=memory)
+def with_gauges(row: StepMetrics, trainer: Trainer, setup: RunSetup) -> StepMetrics:
+    expected, data, device = setup.expected, setup.data, trainer.ranks.device
+    batches = row.step + trainer.skipped_batches
+    epoch = batches * trainer.config.optim.batch / data.rows if data is not None else None
+    mfu = expected.flops / row.step_s / expected.bf16_flops if expected is not None else None
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return replace(row, time=time.time(), epoch=epoch, mfu=mfu, peak_memory=memory)
 
 
 def expected_step(config: TrainConfig, device: str, gpus: int) -> ExpectedStep | None:
@@ -322,13 +312,16 @@ def _train(
     spike, failure = None, None
     if trainer.guard.active and not ranks.run_on_rank0(lambda: checkpoints(out)):
         trainer.save(out)  # a checkpoint to roll back to
-    gauges = Gauges(trainer, summary)
-    ranks.run_on_rank0(lambda: gauges.setup.write(out))
-    progress.start(config, trainer.step, gauges.setup)
+    data, steps = trainer.task.data_size(), config.run.steps
+    setup = RunSetup(started=time.time(), steps=steps, summary=summary, data=data, expected=None)
+    if ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+    ranks.run_on_rank0(lambda: setup.write(out))
+    progress.start(config, trainer.step, setup)
     profiled = StepProfile(config.run.profile if ranks.is_main else None, out, progress.note)
 
     def step() -> StepMetrics:
-        return profiled.run(trainer.step + 1, partial(_step, trainer, gauges, out, progress))
+        return profiled.run(trainer.step + 1, partial(_step, trainer, setup, out, progress))
 
     while True:
         with ranks.closing(ranks.raise_together(lambda: _metrics(trainer, out, progress))) as metrics:
@@ -445,16 +438,16 @@ def _evaluate_first(trainer: Trainer, out: Path, progress: Progress) -> None:
         trainer.ranks.run_on_rank0(lambda: _record_event(trainer, out, progress, 0, records.EVALUATION, text))
 
 
-def _step(trainer: Trainer, gauges: Gauges, out: Path, progress: Progress) -> StepMetrics:
+def _step(trainer: Trainer, setup: RunSetup, out: Path, progress: Progress) -> StepMetrics:
     """Take a step. After the first one, predict what it should have taken."""
     try:
-        row = gauges.read(trainer.train_step())
+        row = with_gauges(trainer.train_step(), trainer, setup)
         if trainer.startup.running:
             trainer.ranks.raise_together(trainer.blocks.check)
             progress.note(trainer.startup.finish("first step"))
-            gauges.setup.expected = _expected(trainer, progress)
-            trainer.ranks.run_on_rank0(lambda: gauges.setup.write(out))
-            row = replace(gauges.read(row), time=row.time)
+            setup.expected = _expected(trainer, progress)
+            trainer.ranks.run_on_rank0(lambda: setup.write(out))
+            row = replace(with_gauges(row, trainer, setup), time=row.time)
     except NonFiniteError as error:
         if trainer.guard.active:
             raise trainer.guard.spike_error(str(error), trainer.step + 1) from None
