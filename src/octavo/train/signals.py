@@ -91,9 +91,9 @@ def exit_on(stop_signal: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
-def stop_on(stop: threading.Event, *signals: signal.Signals, patient: bool = False) -> Iterator[None]:
+def stop_on(stop: Stop, *signals: signal.Signals, patient: bool = False) -> Iterator[None]:
     """Set `stop` when one of `signals` comes; a second one acts as usual, or, with `patient`, does no more."""
-    # A `Stop` tells the user. Does nothing outside the main thread.
+    # Does nothing outside the main thread.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -101,12 +101,12 @@ def stop_on(stop: threading.Event, *signals: signal.Signals, patient: bool = Fal
     received: set[int] = set()
 
     def request(number: int, frame: object) -> None:
-        if isinstance(stop, Stop) and stop.expired:
+        if stop.expired:
             sys.exit(128 + number)
         if number in received and not patient:
             signal.signal(number, before[number])
             signal.raise_signal(number)
-        if isinstance(stop, Stop) and not stop.is_set():
+        if not stop.is_set():
             stop.announce(number, patient=patient)
         received.add(number)
         stop.set()
