@@ -295,15 +295,6 @@ def test_a_damaged_folder_is_no_start(make_config, tmp_path, trained, kind):
     run(config, out=tmp_path / "on-purpose")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "trainer.json"])
-def test_links_out_of_a_checkpoint_are_not_followed(trained, tmp_path, name):
-    trainer, folder = trained
-    (folder / name).rename(tmp_path / "outside")
-    (folder / name).symlink_to(tmp_path / "outside")
-    with pytest.raises(ConfigError, match=f"{name} is not loaded: it is a link out of its folder"):
-        load(trainer, folder)
-
-
 def test_a_checkpoint_that_cannot_be_removed_ends_no_run(make_config, tmp_path):
     trainer = make_trainer(make_config(run={"keep": 1}))
     trainer.save(tmp_path)

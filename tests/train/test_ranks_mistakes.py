@@ -19,7 +19,6 @@ from tiny_runs import LLAMA, ONE_BLOCK, At, job, load, losses
 
 from octavo.train import ConfigError, NonFiniteError, RunResult, parse_config, run
 from octavo.train import loop as loop_module
-from octavo.train import ranks as ranks_module
 from octavo.train.checkpoint import shards as shards_module
 from octavo.train.checkpoint.retention import checkpoints
 from octavo.train.checkpoint.store import load_checkpoint

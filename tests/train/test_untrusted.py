@@ -116,20 +116,15 @@ def prepare(folder, kind, mark):
         error_text = "[Ww]eights.only"
     else:
         shutil.copy(folder / "shards" / info.relative_path, mark.parent / "outside.distcp")
-        if kind == "link":
-            (folder / "shards" / info.relative_path).unlink()
-            (folder / "shards" / info.relative_path).symlink_to(mark.parent / "outside.distcp")
-            error_text = "link out of its folder"
-        else:
-            to = mark.parent / "outside.distcp" if kind == "absolute" else Path("../../outside.distcp")
-            for other in stored.storage_data.values():
-                other.relative_path = str(to) if other.relative_path == info.relative_path else other.relative_path
-            error_text = "no file beside it"
+        to = mark.parent / "outside.distcp" if kind == "absolute" else Path("../../outside.distcp")
+        for other in stored.storage_data.values():
+            other.relative_path = str(to) if other.relative_path == info.relative_path else other.relative_path
+        error_text = "no file beside it"
     index.write_bytes(pickle.dumps(stored))
     return error_text
 
 
-KINDS = ["command", "hidden command", "bytes", "number", "transformed", "shard", "parent", "absolute", "link"]
+KINDS = ["command", "hidden command", "bytes", "number", "transformed", "shard", "parent", "absolute"]
 
 
 @pytest.mark.thorough

@@ -52,8 +52,6 @@ def remove_checkpoint(checkpoint: Path) -> None:
     """Remove a checkpoint, or warn. It is renamed first, so that a partial one never looks complete."""
     removing = checkpoint.with_name(f"{REMOVING}{checkpoint.name}")
     try:
-        if removing.exists():  # a leftover of a killed process
-            shutil.rmtree(removing)
         shutil.rmtree(checkpoint.rename(removing))
     except OSError as error:
         warnings.warn(f"the old checkpoint {checkpoint} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
