@@ -5,21 +5,14 @@ written raises ValueError with the file, the line and the field.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-
-class Stepped(Protocol):
-    @property
-    def step(self) -> int: ...
-
-
 T = TypeVar("T")
-S = TypeVar("S", bound=Stepped)
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]  # What a run counts
@@ -31,22 +24,24 @@ class Record:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
-def each_record(path: Path, kind: type[T], what: str) -> Iterator[T]:
+def each_record(path: Path, kind: Any, what: str, rise: int | None = None) -> Iterator[Any]:
     """The records in a file one at a time, in order; none without a file. `what`: as "a step"."""
+    # `rise`: by how much the steps of two lines differ at least, for which ValueError is raised; None for any order.
     if not path.exists():
         return
+    before = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if line.endswith(b"\n"):
-                yield read_record(line[:-1], kind, f"{path}, line {number} is not {what}")
-                continue
-            problem = f"{path}, line {number} is left out: it has no end, as a process leaves it that is killed"
-            warnings.warn(problem, RuntimeWarning, stacklevel=4)
-
-
-def read_records(path: Path, kind: type[T], what: str) -> list[T]:
-    """Read all records of a file."""
-    return list(each_record(path, kind, what))
+            where = f"{path}, line {number} is"
+            if not line.endswith(b"\n"):
+                problem = f"{where} left out: it has no end, as a process leaves it that is killed"
+                warnings.warn(problem, RuntimeWarning, stacklevel=3)
+                return
+            row = read_record(line[:-1], kind, f"{where} not {what}")
+            if rise is not None and row.step < before + rise:
+                raise ValueError(f"{where} not {what}: step {row.step} comes after step {before}")
+            before = before if rise is None else row.step
+            yield row
 
 
 _adapter: Any = cache(TypeAdapter)
@@ -59,16 +54,6 @@ def read_record(text: bytes, kind: type[T], problem: str) -> T:
     except ValidationError as error:
         raise ValueError(f"{problem}: {first_error(error)}") from None
     return record
-
-
-def in_order(path: Path, rows: Iterable[S], what: str, *, repeated: bool = False) -> Iterator[S]:
-    """The rows of a file. Raises ValueError where steps do not rise; `repeated`: several may be equal."""
-    before = 0
-    for number, row in enumerate(rows, 1):
-        if row.step < before + (not repeated):
-            raise ValueError(f"{path}, line {number} is not {what}: step {row.step} comes after step {before}")
-        before = row.step
-        yield row
 
 
 def first_error(error: ValidationError) -> str:

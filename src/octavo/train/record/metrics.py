@@ -28,16 +28,7 @@ from typing_extensions import TypedDict
 from octavo.inspect.findings import OPERANDS, Finding, History, OperandStats, Thresholds, findings
 from octavo.train.checkpoint.retention import FOLDER
 from octavo.train.disk import names_file, write_file
-from octavo.train.record.json_lines import (
-    STRICT,
-    NonNegative,
-    Record,
-    each_record,
-    first_error,
-    in_order,
-    read_record,
-    read_records,
-)
+from octavo.train.record.json_lines import STRICT, NonNegative, Record, each_record, first_error, read_record
 
 # What `[inspect]` leaves behind: one line per operand and sampled step in `statistics.jsonl`, and TensorBoard scalars.
 #
@@ -46,7 +37,6 @@ from octavo.train.record.json_lines import (
 
 
 STATISTICS_FILE = "statistics.jsonl"
-ROW = "a row of statistics"
 CHECKPOINT = re.compile(r"step-(\d+)")  # Folder of a checkpoint
 
 
@@ -74,9 +64,7 @@ Row: Any = Annotated[_Row, AfterValidator(lambda row: OperandStats(**vars(row)))
 
 def read_statistics(out: Path) -> list[OperandStats]:
     """Read the statistics in the output folder `out`, in order; [] where there are none."""
-    path = out / STATISTICS_FILE
-    rows: Iterator[OperandStats] = each_record(path, Row, ROW)
-    return list(in_order(path, rows, ROW, repeated=True))
+    return list(each_record(out / STATISTICS_FILE, Row, "a row of statistics", rise=0))
 
 
 def statistics_of(folder: Path) -> list[OperandStats]:
@@ -173,7 +161,6 @@ LAYERS_FILE = "layers.json"  # The rows of `octavo.report`, from an FP8 run only
 RUN_MARKERS = (METRICS_FILE, RESULT_FILE, FOLDER, CONFIG_FILE)  # Files that identify the folder of a run
 LOSS, LOSS_HIGH_PRECISION, LOSS_EMA = "loss", "loss_high_precision", "loss_ema"
 """Names of the losses on held-out data: as trained, with all layers in high precision, and of the averaged weights."""
-STEP = "a step of a run"  # What a line of `metrics.jsonl` is, in errors
 WARMUP_STEPS = 5  # First steps excluded from the median speed, because allocation, caches and clocks have not settled
 
 
@@ -326,7 +313,7 @@ class RunSetup(Record):
 def each_step(out: Path, last: int = 0) -> Iterator[StepMetrics]:
     """The steps that `read_metrics` reads, one at a time: a run of weeks has millions."""
     path, count, step, first = out / METRICS_FILE, 0, 0, 0
-    for row in in_order(path, each_record(path, StepMetrics, STEP), STEP):
+    for row in each_record(path, StepMetrics, "a step of a run", rise=1):
         count, step = count + 1, row.step
         first = first or (step != count and count)
         yield row
@@ -498,7 +485,6 @@ def _line(row: StepMetrics) -> str:
 
 
 EVENTS_FILE = "events.jsonl"
-EVENT = "an event of a run"  # What a line of `events.jsonl` is, in errors
 FINDING, MOVE, ROLLBACK, LOSS_SCALE, RESTART = "finding", "move", "rollback", "loss_scale", "restart"
 EVALUATION = "evaluation"  # Of the model before its first step
 
@@ -536,7 +522,7 @@ def add_event(out: Path, step: int, event: str, text: str, **details: int) -> No
 
 def read_events(out: Path) -> list[dict[str, Any]]:
     """The events of a run, in order; [] where there were none."""
-    return read_records(out / EVENTS_FILE, Event, EVENT)
+    return list(each_record(out / EVENTS_FILE, Event, "an event of a run"))
 
 
 def last_rollback(out: Path, step: int) -> dict[str, Any] | None:
