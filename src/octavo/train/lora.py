@@ -170,29 +170,15 @@ def _is_frozen_by(name: str, patterns: Sequence[str]) -> bool:
 
 def freeze_unused(model: nn.Module, loss: Callable[[Any], Tensor]) -> list[str]:
     """Freeze the parameters that the loss does not depend on, as a tower's last layers; return their names."""
-    # DDP would wait for their gradients. They are found in the graph of `loss` of a copy of the model without storage.
+    # DDP would wait for their gradients. Backward runs on a copy of the model without storage.
     with fake_tensors() as mode, torch.enable_grad():
         copy = fake_copy(model, mode, torch.device("cpu"))
-        used = _leaves(loss(copy).grad_fn)
-        unused = [name for name, parameter in copy.named_parameters() if id(parameter) not in used]
-    parameters = dict(model.named_parameters())
-    names = [name for name in unused if parameters[name].requires_grad]
+        trained = {name: parameter for name, parameter in copy.named_parameters() if parameter.requires_grad}
+        gradients = torch.autograd.grad(loss(copy), list(trained.values()), allow_unused=True)
+    names = [name for name, gradient in zip(trained, gradients, strict=True) if gradient is None]
     for name in names:
-        parameters[name].requires_grad_(False)
+        model.get_parameter(name).requires_grad_(False)
     return names
-
-
-def _leaves(node: Any) -> set[int]:
-    waiting, visited, leaves = [node], {node}, set()
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            leaves.add(id(node.variable))
-        for function, _ in node.next_functions:
-            if function is not None and function not in visited:
-                visited.add(function)
-                waiting.append(function)
-    return leaves
 
 
 def _matches(name: str, pattern: str) -> bool:
