@@ -6,6 +6,7 @@ Reading is strict: nothing is coerced, and a `ConfigError` names the key as writ
 import datetime
 import importlib
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -342,15 +343,16 @@ def explain(error: ValidationError, tables: Mapping[str, Any], config: type[Sect
             return f"unknown {'section' if len(key) == 1 else 'key'} {'.'.join(key)}{hint}"
         model = _section(model.model_fields[str(part)].annotation)
     name = ".".join(key)
+    choices = re.findall(r"'(.*?)'", first["ctx"]["expected"]) if first["type"] == "literal_error" else []
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         return f"missing {'section' if len(key) == 1 else 'key'} {name}"
     if name in EXPECTED_VALUES:
-        hint = nearest(first["input"], _choices(model)) if isinstance(first["input"], str) else ""
+        hint = nearest(first["input"], choices) if isinstance(first["input"], str) else ""
         return f"{name}: should be {EXPECTED_VALUES[name]}, got {tables[key[0]][key[1]]!r}{hint}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     got = f", got {first['input']!r}"
-    if (choices := _choices(model)) and isinstance(first["input"], str):
+    if choices and isinstance(first["input"], str):
         expected = " | ".join(f'"{choice}"' for choice in choices)
         return f"{name}: should be {expected}{got}{nearest(first['input'], choices)}"
     return f"{name}: {first['msg'].removeprefix('Input ')}{got}"
@@ -359,13 +361,6 @@ def explain(error: ValidationError, tables: Mapping[str, Any], config: type[Sect
 def _section(annotation: object) -> Any:
     sections = [part for part in get_args(annotation) if isinstance(part, type) and issubclass(part, Section)]
     return sections[0] if sections else annotation
-
-
-def _choices(annotation: object) -> list[str]:
-    values = [value for value in get_args(annotation) if isinstance(value, str)]
-    for part in get_args(annotation):
-        values += _choices(part) if get_args(part) else []
-    return values
 
 
 def resume_of(key: str) -> str:
