@@ -24,7 +24,7 @@ class Calls:
 def test_a_signal_in_an_evaluation(make_config, tmp_path, monkeypatch):
     config = make_config(eval={"every": 2, "batches": 20}, run={"steps": 4})
     run(config, out=tmp_path / "whole")
-    calls = Calls(evaluation.on_tensors, at=2)
+    calls = Calls(evaluation.tree_map, at=2)
     rows = []
 
     def at_first(*arguments):
@@ -32,7 +32,7 @@ def test_a_signal_in_an_evaluation(make_config, tmp_path, monkeypatch):
         return calls(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "on_tensors", at_first)
+        patch.setattr(evaluation, "tree_map", at_first)
         assert run(config, out=tmp_path / "cut", progress=Recorder()).stopped == "sigterm"
     assert calls.count == 2
     assert [(row.step, row.held_out) for row in rows] == [(1, None), (2, None)]  # written before its evaluation

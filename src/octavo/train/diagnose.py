@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octavo.nn.resident import as_resident
 from octavo.parallel.pipeline_model import Pipeline
+from octavo.runtime.torch_compat import tree_leaves
 from octavo.tensor import local_tensor
 from octavo.train.config.sections import PrecisionConfig
 
@@ -107,9 +108,10 @@ class _Watch:
             return tuple(view(value) for value in args), {name: view(value) for name, value in kwargs.items()}
 
         def after(_: nn.Module, __: object, outputs: object) -> None:
-            for tensor in _tensors(outputs):
-                self._check(tensor, f"output of {fqn}", self._stage)
-                self._watch_gradient(tensor, f"gradient of the output of {fqn}")
+            for tensor in tree_leaves(outputs):
+                if isinstance(tensor, Tensor):
+                    self._check(tensor, f"output of {fqn}", self._stage)
+                    self._watch_gradient(tensor, f"gradient of the output of {fqn}")
 
         self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self.handles.append(module.register_forward_hook(after))
@@ -139,14 +141,6 @@ class _Watch:
 
 def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(local_tensor(tensor).detach()).all())
-
-
-def _tensors(value: object) -> list[Tensor]:
-    """The tensors in a module's output: itself, or inside tuples, lists and mappings (as transformers' outputs)."""
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
 
 
 def advice(

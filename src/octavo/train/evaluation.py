@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from octavo.nn.causal import IGNORE, evaluating
 from octavo.parallel.pipeline_model import Pipeline
 from octavo.runtime.switch import disabled
-from octavo.train.layout import RankLayout, counted, on_tensors
+from octavo.runtime.torch_compat import tree_map
+from octavo.train.layout import RankLayout, counted
 from octavo.train.ranks import Ranks
 from octavo.train.record.metrics import LOSS, LOSS_HIGH_PRECISION, finite
 from octavo.train.tasks.task import HeldOut, Task
@@ -100,7 +101,7 @@ def _mean_loss(
         between(number, batches)
         inputs, targets = data.batch(ROWS_SEED, number, size)
         targets[rows - number * size :] = IGNORE  # all ranks run as many forwards
-        inputs = layout.own_tokens(on_tensors(lambda part: layout.own_rows(part).to(ranks.device), inputs))
+        inputs = layout.own_tokens(tree_map(lambda part: layout.own_rows(part).to(ranks.device), inputs))
         targets = layout.own_labels(layout.own_rows(targets)).to(ranks.device)
         sizes, chunks = zip(*(counted(part, uneven=True) for part in targets.chunk(parts)), strict=True)
         if (losses := loss(inputs, torch.cat(chunks))) is None:

@@ -29,7 +29,7 @@ from octavo.nn.causal import IGNORE
 from octavo.parallel import context_parallel, expert_parallel, parallelize, tensor_parallel
 from octavo.parallel.pipeline_model import SCHEDULES, Pipeline, cut, stage_modules
 from octavo.parallel.tensor_parallel import partial_parameters, sum_over
-from octavo.runtime.torch_compat import FakeTensor, flattened, set_group_timeout
+from octavo.runtime.torch_compat import FakeTensor, flattened, set_group_timeout, tree_map
 from octavo.train.config.run_config import ConfigError, naming
 from octavo.train.config.sections import Data, Optim, ParallelConfig
 from octavo.train.ranks import Ranks, SharedError
@@ -39,12 +39,6 @@ Inputs = Any  # The inputs of a batch: a tensor, or a mapping of names to tensor
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def on_tensors(function: Callable[[Tensor], Any], inputs: Inputs) -> Any:
-    if isinstance(inputs, Mapping):
-        return {name: function(tensor) for name, tensor in inputs.items()}
-    return function(inputs)
 
 
 def split_micro_batches(inputs: Inputs, parts: int) -> Sequence[Inputs]:
@@ -81,7 +75,7 @@ class RankLayout:
         return _part(batch, self.rows, 0)
 
     def own_tokens(self, inputs: Inputs) -> Inputs:
-        return on_tensors(lambda rows: _part(rows, self.inputs, 1), inputs)
+        return tree_map(lambda rows: _part(rows, self.inputs, 1), inputs)
 
     def positions(self, inputs: Inputs) -> dict[str, Tensor]:
         """`position_ids` of this rank's tokens, if they are a part of their sequence."""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from octavo.nn import disabled
 from octavo.nn.causal import evaluating
 from octavo.nn.memory_audit import saved_for_backward
+from octavo.runtime.torch_compat import tree_map
 from octavo.train.compiled_blocks import Checkpointing
 from octavo.train.config.run_config import ConfigError
-from octavo.train.layout import Inputs, on_tensors
+from octavo.train.layout import Inputs
 from octavo.train.ranks import from_collective
 
 GRADIENT_SCALE = 1024.0  # Factor that keeps the gradient of the causality check from underflowing in fp16
@@ -31,7 +32,7 @@ def _model_errors(inputs: Inputs) -> Iterator[None]:
     except (RuntimeError, ValueError, IndexError) as error:
         if from_collective(error):
             raise
-        shapes = on_tensors(lambda rows: list(rows.shape), inputs)
+        shapes = tree_map(lambda rows: list(rows.shape), inputs)
         raise ConfigError(f"the model cannot run a batch of {shapes}: {' '.join(str(error).split())}") from None
 
 

@@ -37,7 +37,7 @@ from octavo.parallel.pipeline_model import SCHEDULES, check_pipeline_model
 from octavo.planner.auto_convert import convert
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.stopwatch import Stopwatch
-from octavo.runtime.torch_compat import run_eagerly
+from octavo.runtime.torch_compat import run_eagerly, tree_map
 from octavo.train.checkpoint.retention import HELD_OUT_LOSS
 from octavo.train.checkpoint.store import CheckpointSaver
 from octavo.train.compiled_blocks import Checkpointing, CompiledBlocks
@@ -51,7 +51,6 @@ from octavo.train.layout import (
     check_layout,
     counted,
     distribute,
-    on_tensors,
     split_micro_batches,
     targets_per_rank,
     to_device,
@@ -273,7 +272,7 @@ class Trainer:
             return to_device(torch.cat([*map(layout.own_rows, rows.chunk(parts))]), self._device)
 
         batch = self.task.data.batch(seed, number, self.config.optim.batch)
-        inputs, targets = (on_tensors(own_rows, part) for part in batch)
+        inputs, targets = (tree_map(own_rows, part) for part in batch)
         return layout.own_tokens(inputs), layout.own_labels(targets)
 
     def forward_backward(self, inputs: Inputs, targets: Tensor) -> Tensor:
