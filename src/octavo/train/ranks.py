@@ -363,18 +363,15 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
         yield
         return
     settings: Any = torch.utils.deterministic
-    before, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
     with ExitStack() as stack:
         if WORKSPACE not in os.environ:
             os.environ[WORKSPACE] = ":4096:8"
             stack.callback(os.environ.pop, WORKSPACE)
+        stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        stack.callback(setattr, settings, "fill_uninitialized_memory", settings.fill_uninitialized_memory)
         torch.use_deterministic_algorithms(True)
         settings.fill_uninitialized_memory = False  # Octavo writes what it allocates
-        try:
-            yield
-        finally:
-            torch.set_deterministic_debug_mode(before)
-            settings.fill_uninitialized_memory = fills
+        yield
 
 
 def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:

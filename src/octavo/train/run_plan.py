@@ -68,8 +68,6 @@ def plan_memory(
 ) -> MemoryPlan:  # fmt: skip
     """Predict the memory of a training step of a run on one device, and what a forward saves for backward."""
     # `models`: those of the run's other levels of precision.
-    import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
-
     task = planned_task(config)
     name, size = config.parallel.mode
     if name:
@@ -169,8 +167,6 @@ def plan_configured(config: TrainConfig, *, gpu: str, gpus: int = 1) -> PlannedR
 def _workloads(
     config: TrainConfig, gpu: str, gpus: int, calibration: str | Path | None, progress: OnSubject
 ) -> tuple[Workload, Workload]:
-    import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
-
     gpu_spec = with_measurements(find_gpu(gpu), calibration)
     step_config = _step_config(config, gpus)
     check_layout(config.parallel, config.optim, config.data, gpus)
@@ -228,6 +224,8 @@ def _step_config(config: TrainConfig, gpus: int) -> StepConfig:
 
 
 def planned_task(config: TrainConfig) -> Task:
+    import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
+
     kind = task_of(config)
     check_model(config.model, kind.kind)
     return kind(config, kind.stand_in(config))

@@ -63,10 +63,7 @@ def export(
                 average = shards.read_tensors(checkpoint / SHARDS, "optimizer.", ".ema")
             elif ema:
                 average = torch.load(checkpoint / "optimizer.pt", weights_only=True, mmap=True)["ema"]
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if name in average:
-                        parameter.copy_(average[name])
+            model.load_state_dict(average, strict=False)
             if layout is not None:
                 convert_as(model, state["recipes"])
         with write_errors(out):

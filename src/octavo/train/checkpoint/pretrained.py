@@ -35,7 +35,7 @@ def kind_of(settings: Any) -> ModelKind:
 def load_model_config(folder: Path, *, adapters: bool = False) -> Any:
     """The config of the model in `folder`, of Transformers; with `adapters` also of one that has these alone."""
     # Many models name code that Transformers has by now: it is enough that their classes have the same names.
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     if (of_diffusers := diffusers_models.load_config(folder)) is not None:
@@ -43,30 +43,22 @@ def load_model_config(folder: Path, *, adapters: bool = False) -> Any:
     if not adapters and (folder / "adapter_config.json").exists():
         merge = "peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(another)"
         raise ConfigError(f"it holds a PEFT adapter (adapter_config.json): give the folder of a merged model, {merge}")
-    auto_map: Any = None
-    kernels: list[str] = []
-    names: dict[str, Any] = {}
-    problem = ""
-    try:
+    with naming("config.json cannot be read"):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        auto_map, kernels = config.get("auto_map"), _hub_kernels(config)
-        settings = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        kind = settings.model_type
-        names = {"AutoConfig": type(settings).__name__, "AutoModel": MODEL_MAPPING_NAMES.get(kind)}
+        auto_map, kernels, kind = config.get("auto_map"), _hub_kernels(config), config.get("model_type")
+        own = CONFIG_MAPPING[kind].__name__ if kind in CONFIG_MAPPING else None
+        names = {"AutoConfig": own, "AutoModel": MODEL_MAPPING_NAMES.get(kind)}
         names |= {model_kind.auto_class: model_kind.classes.get(kind) for model_kind in KINDS}
-    except Exception as error:  # of no common type: each class fails in its own way
-        problem = f"config.json cannot be read: {one_line(error)}"
     auto_map = auto_map if isinstance(auto_map, dict) else {"AutoConfig": auto_map} if auto_map else {}
     classes = {key: str(auto_map[key]).rpartition(".")[2] for key in AUTO_CLASSES if key in auto_map}
     if custom := [name for key, name in classes.items() if name != names.get(key)]:
         problem = f"the model needs its own code ({', '.join(dict.fromkeys(custom))}), which Octavo never runs"
-        problem += ": give a model that Transformers has, without auto_map in its config.json"
-    if problem:
-        raise ConfigError(problem)
+        raise ConfigError(f"{problem}: give a model that Transformers has, without auto_map in its config.json")
     if kernels:
         reason = f"the model needs attention from the hub ({kernels[0]!r}), code that Octavo never fetches or runs"
         raise ConfigError(f'{reason}: set attn_implementation in its config.json to "sdpa" or "eager"')
-    return settings
+    with naming("config.json cannot be read"):
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
 def _hub_kernels(config: object, inside: bool = False) -> list[str]:
