@@ -1,4 +1,4 @@
-"""Checks of a model before training: it runs a batch, is causal, and saves so many bytes for backward."""
+"""Checks of a model before training: it runs a batch, and is causal."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from octavo.nn import disabled
 from octavo.nn.causal import evaluating
-from octavo.nn.memory_audit import saved_for_backward
 from octavo.runtime.torch_compat import tree_map
-from octavo.train.compiled_blocks import Checkpointing
 from octavo.train.config.run_config import ConfigError
 from octavo.train.layout import Inputs
 from octavo.train.ranks import from_collective
@@ -24,7 +22,7 @@ MAX_LEAK = 1e-3  # Largest gradient of a token without effect, relative to the l
 
 
 @contextmanager
-def _model_errors(inputs: Inputs) -> Iterator[None]:
+def model_errors(inputs: Inputs) -> Iterator[None]:
     try:
         yield
     except ConfigError:
@@ -34,18 +32,6 @@ def _model_errors(inputs: Inputs) -> Iterator[None]:
             raise
         shapes = tree_map(lambda rows: list(rows.shape), inputs)
         raise ConfigError(f"the model cannot run a batch of {shapes}: {' '.join(str(error).split())}") from None
-
-
-def saved_bytes_per_token(
-    model: nn.Module, checkpointing: Checkpointing, loss: Callable[[Inputs, Tensor], Tensor],
-    batch: tuple[Inputs, Tensor], tokens: int,
-) -> float:  # fmt: skip
-    """Bytes that one forward of `batch` (inputs and targets) saves for backward, for each of its `tokens`."""
-    inputs, targets = batch
-    with _model_errors(inputs), saved_for_backward(model) as saved, checkpointing.saved_outputs() as outputs:
-        value = loss(inputs, targets)
-    del value
-    return (saved.bytes + outputs.bytes) / tokens
 
 
 def check_causal(
@@ -75,7 +61,7 @@ def _check_documents_apart(model: nn.Module, logits: Callable[[Tensor], Tensor],
     rest = document[:, : length - 2 * half]  # of odd lengths
     packed = torch.cat([document, document, rest], 1)
     gradient = _embedding_gradient(model, logits, packed, slice(half, 2 * half))
-    with _model_errors(inputs), evaluating(model), disabled(), torch.no_grad():
+    with model_errors(inputs), evaluating(model), disabled(), torch.no_grad():
         both = logits(packed).float()
     first, second = both[:, :half], both[:, half : 2 * half]
     moved = bool((second - first).square().mean().sqrt() > MAX_MOVED * first.std())
@@ -95,7 +81,7 @@ def _embedding_gradient(model: Any, logits: Callable[[Tensor], Tensor], inputs: 
 
     handle = model.get_input_embeddings().register_forward_hook(keep)
     try:
-        with _model_errors(inputs), evaluating(model), disabled():  # without dropout, and unconverted
+        with model_errors(inputs), evaluating(model), disabled():  # without dropout, and unconverted
             value = logits(inputs)[:, tokens].float().logsumexp(-1).sum()
             if not embeddings:
                 return None

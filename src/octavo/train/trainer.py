@@ -29,6 +29,7 @@ from octavo.kernels.registry import triton_unsupported
 from octavo.nn import Report, accumulating, apply_plan, report
 from octavo.nn.equalized import equalized_layers
 from octavo.nn.linear_subclasses import is_converted
+from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics.plan import Plan
 from octavo.parallel.combinations import ZERO_BUBBLE
 from octavo.parallel.context_parallel import inner_attention
@@ -59,7 +60,7 @@ from octavo.train.loss_scale import LossScale
 from octavo.train.model import MASKED, build_on_ranks
 from octavo.train.optimizer import groups_table, learning_rate, make_optimizer, parameter_settings
 from octavo.train.packed_attention import is_varlen
-from octavo.train.probe import check_causal, saved_bytes_per_token
+from octavo.train.probe import check_causal, model_errors
 from octavo.train.ranks import Ranks, device_name
 from octavo.train.record.metrics import RunResult, StepMetrics, finite
 from octavo.train.signals import StopRequested
@@ -360,9 +361,11 @@ class Trainer:
 
     def _saved_bytes_per_token(self) -> float:
         inputs, targets = (split_micro_batches(rows, self.config.optim.micro_batches)[0] for rows in self._batch(0))
-        with self.layout.reduces(False), self.blocks.trial():
-            count = self.task.count(inputs, targets)
-            return saved_bytes_per_token(self.model, self.checkpointing, self.loss, (inputs, targets), count)
+        with self.layout.reduces(False), self.blocks.trial(), model_errors(inputs):
+            with saved_for_backward(self.model) as saved, self.checkpointing.saved_outputs() as outputs:
+                value = self.loss(inputs, targets)
+            del value
+        return (saved.bytes + outputs.bytes) / self.task.count(inputs, targets)
 
     def _diagnose(self, inputs: Tensor, targets: Tensor, loss: float) -> NonFiniteError:
         self.optimizer.zero_grad()

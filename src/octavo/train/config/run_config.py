@@ -224,16 +224,11 @@ def load_config(
         >>> config.run.steps, config.precision_label
         (2, 'fp8 rowwise')
     """
-    try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        problem = f"no such config file: {path}{nearest(str(path), map(str, Path(path).parent.glob('*.toml')))}"
-        raise ConfigError(f"{problem}; give the path of a TOML file, such as configs/demo.toml") from None
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ConfigError(f"{path} cannot be read as a TOML file: {reason}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    if not (file := Path(path)).exists():
+        problem = f"no such config file: {path}{nearest(str(path), map(str, file.parent.glob('*.toml')))}"
+        raise ConfigError(f"{problem}; give the path of a TOML file, such as configs/demo.toml")
+    with naming(f"{path} cannot be read as a TOML file", OSError, ValueError, RecursionError):
+        tables = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     tables = change(tables)
     keys = {_apply(tables, override) for override in overrides}
     if ("run", "steps") in keys and ("optim", "warmup") not in keys:
