@@ -6,7 +6,6 @@ the adapters alone, under PEFT's names. The base is made anew on resume: from `m
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from octavo.planner.fake import fake_copy, fake_tensors
 from octavo.tensor import local_tensor
 from octavo.train.config.run_config import ConfigError, naming, optional_package
 from octavo.train.config.sections import LoraConfig
+from octavo.train.optimizer import matches
 from octavo.train.ranks import Ranks
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -115,18 +115,19 @@ def base_digest(model: nn.Module, ranks: Ranks) -> str:
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the modules whose whole names, or the ends of them, match a pattern of `fnmatch`."""
-    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        matches = [module for name, module in modules.items() if _matches(name, pattern)]
-        if not any(next(module.parameters(), None) is not None for module in matches):
+        frozen = [parameter for name, parameter in parameters.items() if _is_frozen_by(name, [pattern])]
+        if not frozen:
             base = getattr(model, "base_model", model)
             parts = [name for part in (base, model) for name, module in part.named_children() if module is not base]
+            modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
             ends = {".".join(name.split(".")[start:]) for name in modules for start in range(name.count(".") + 1)}
             hint = nearest(pattern.strip("*."), ends) or f"; its parts are {', '.join(parts)}"
             kind = type(model).__name__
             raise ConfigError(f'model.frozen: "{pattern}" matches no module with parameters of {kind}{hint}')
-        for module in matches:
-            module.requires_grad_(False)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
     _check_tied(model, patterns)
     if patterns and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"model.frozen = {list(patterns)} freezes all of {type(model).__name__}: nothing would train")
@@ -163,9 +164,8 @@ def frozen_note(model: nn.Module, patterns: Sequence[str], *, adapters: bool = F
 
 
 def _is_frozen_by(name: str, patterns: Sequence[str]) -> bool:
-    parts = name.split(".")
-    modules = [".".join(parts[:index]) for index in range(1, len(parts))]
-    return any(_matches(module, pattern) for module in modules for pattern in patterns)
+    module = name.rpartition(".")[0]
+    return any(matches(module, end) for pattern in patterns for end in (pattern, f"*.{pattern}"))
 
 
 def freeze_unused(model: nn.Module, loss: Callable[[Any], Tensor]) -> list[str]:
@@ -179,7 +179,3 @@ def freeze_unused(model: nn.Module, loss: Callable[[Any], Tensor]) -> list[str]:
     for name in names:
         model.get_parameter(name).requires_grad_(False)
     return names
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
