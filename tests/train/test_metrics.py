@@ -59,7 +59,7 @@ def test_resume_drops_later_rows_in_both_files(tmp_path):
         for step in range(1, 6):
             writer.write(row(step, float(step)))
     with MetricsWriter(tmp_path, after_step=3, log_every=1) as writer:
-        assert writer.totals.fields()["steps"] == 3
+        assert writer.fields()["steps"] == 3
         assert [item.step for item in read_metrics(tmp_path)] == [1, 2, 3]
         for step in (4, 5, 6):
             writer.write(row(step, 10.0 * step))

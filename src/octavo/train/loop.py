@@ -345,7 +345,7 @@ def _train(
             if spike is None:
                 states = state_bytes_per_parameter(trainer.optimizer, trainer.model) if trainer.step else None
                 result = replace(
-                    summary, **metrics.totals.fields(), stopped=stopped, state_bytes_per_parameter=states,
+                    summary, **metrics.fields(), stopped=stopped, state_bytes_per_parameter=states,
                     startup=trainer.startup.stages,
                 )  # fmt: skip
                 ranks.run_on_rank0(partial(result.write, out))

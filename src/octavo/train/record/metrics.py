@@ -390,13 +390,10 @@ class StepTotals:
         }  # fmt: skip
 
 
-class MetricsBuffer:
+class MetricsBuffer(StepTotals):
     """Counts steps, on ranks that write no files. A context manager."""
 
     last: StepMetrics | None = None  # The last step, where files are written
-
-    def __init__(self, rows: Iterable[StepMetrics] = ()) -> None:
-        self.totals = StepTotals(rows)
 
     def __enter__(self) -> Self:
         return self
@@ -404,11 +401,11 @@ class MetricsBuffer:
     def __exit__(self, *_: object) -> None: ...
 
     def write(self, row: StepMetrics) -> None:
-        self.totals.add(row)
+        self.add(row)
 
     def amend(self, row: StepMetrics) -> None:
         """Add to the last step what was measured after it: `held_out` and `samples`."""
-        self.totals.held_out = row.held_out or self.totals.held_out
+        self.held_out = row.held_out or self.held_out
 
     def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
         return []
@@ -432,8 +429,7 @@ class MetricsWriter(MetricsBuffer):
         write_file(self._path, "".join(map(_line, rows)))
         self.last = rows[-1] if rows else None
         self._file = self._path.open("r+", encoding="utf-8")
-        self._end = self._file.seek(0, os.SEEK_END)
-        self._start = self._end - (len(_line(rows[-1])) if rows else 0)
+        self._start = self._file.seek(0, os.SEEK_END) - (len(_line(rows[-1])) if rows else 0)
         from torch.utils.tensorboard import SummaryWriter  # half a second, and only a run that trains needs it
 
         self._board = loggers(SummaryWriter(str(out / TENSORBOARD_DIR), purge_step=after_step + 1))
@@ -447,8 +443,8 @@ class MetricsWriter(MetricsBuffer):
             self._board.close()
 
     def write(self, row: StepMetrics) -> None:
-        super().write(row)
-        self._start = self._end
+        self.add(row)
+        self._start = self._file.seek(0, os.SEEK_END)
         self._write(row)
         if row.step % self._log_every == 0:
             for name in ("loss", "lr", "grad_norm", "loss_scale", "tokens_per_s", "epoch", "mfu", "peak_memory"):
@@ -465,12 +461,11 @@ class MetricsWriter(MetricsBuffer):
 
     def _write(self, row: StepMetrics) -> None:
         """Write the last line, over what is there of it, which is shorter: a kill leaves the one or the other."""
-        self.last, line = row, _line(row)
+        self.last = row
         with names_file(self._path):
             self._file.seek(self._start)
-            self._file.write(line)
+            self._file.write(_line(row))
             self._file.flush()
-        self._end = self._start + len(line)
 
     def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
         return self._statistics.write(rows)
