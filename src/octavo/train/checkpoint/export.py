@@ -43,10 +43,9 @@ def export(
         if merge and (layout is not None or not state["config"].get("lora")):
             raise ConfigError("--merge adds the adapters of a run with [lora] to its base, with --to bf16")
         if layout is not None and not state.get("recipes"):
-            bf16 = state["config"]["precision"].get("level", "bf16") == "bf16"
-            hint = f", or train with precision.level=fp8 precision.recipe={layout.recipe.name}" if bf16 else ""
-            problem = "was trained in bf16, so it has no FP8 values" if bf16 else "has no layer that computed in FP8,"
-            raise ConfigError(f"{checkpoint} {problem} to write as {layout.name}: export it with --to bf16{hint}")
+            problem = f"has no layer that computed in FP8, to write as {layout.name}: export it with --to bf16"
+            hint = f"train with precision.level=fp8 precision.recipe={layout.recipe.name}"
+            raise ConfigError(f"{checkpoint} {problem}, or {hint}")
         if ema and state["config"]["optim"].get("ema") is None:
             raise ConfigError(f"{checkpoint} has no averaged weights: train with optim.ema, or export without --ema")
         check_files(checkpoint, Ranks(torch.device("cpu")))

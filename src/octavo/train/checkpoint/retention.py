@@ -21,15 +21,10 @@ def obsolete_checkpoints(out: Path, newest: int, every: int = 0, best: int = 0) 
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """Folders of the checkpoints under `out`, the newest last."""
-    return sorted({*(out / FOLDER).glob("step-*")}.difference(invalid_checkpoints(out)), key=step_of)
-
-
-def invalid_checkpoints(out: Path) -> list[Path]:
-    """Paths under `out` that are named like a checkpoint but are a file, empty, or not named by their step."""
+    """Folders of the checkpoints under `out`, the newest last; none that are empty, or not named by their step."""
     name = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
-    paths = sorted((out / FOLDER).glob("step-*"))
-    return [path for path in paths if not (name.fullmatch(path.name) and path.is_dir() and any(path.iterdir()))]
+    paths = (path for path in (out / FOLDER).glob("step-*") if name.fullmatch(path.name))
+    return sorted((path for path in paths if path.is_dir() and any(path.iterdir())), key=step_of)
 
 
 def latest_checkpoint(out: Path) -> Path | None:

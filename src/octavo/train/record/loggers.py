@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from octavo.train.checkpoint.retention import checkpoints, invalid_checkpoints, latest_checkpoint
+from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
 from octavo.train.checkpoint.store import damaged_checkpoints, read_trainer_state, set_aside
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, naming
 from octavo.train.config.sections import expand
@@ -203,7 +203,7 @@ OTHER_FILES = (  # Other files of a run or its report
 
 class RunFolder(NamedTuple):
     checkpoint: Path | None = None
-    notes: tuple[str, ...] = ()  # Changed settings, damaged checkpoints and ignored folders
+    notes: tuple[str, ...] = ()  # Changed settings and damaged checkpoints
 
 
 def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort: bool = False) -> RunFolder:
@@ -224,8 +224,6 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort
         return RunFolder()
     damaged = damaged_checkpoints(out) if best_effort else {}
     checkpoint = next((path for path in reversed(checkpoints(out)) if path not in damaged), None)
-    reason = "is no checkpoint and is ignored: it is empty, or not named as step-000100"
-    ignored = tuple(f"{path} {reason}" for path in invalid_checkpoints(out))
     if checkpoint is None:
         if (files := run_files + foreign_files) and not (out / CONFIG_FILE).exists():
             problem = f"{out} holds {files[0]} but no checkpoint and no {CONFIG_FILE}"
@@ -234,10 +232,10 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort
             with naming(f"{out / CONFIG_FILE} cannot be read", ValueError, RecursionError):
                 saved = tomllib.loads((out / CONFIG_FILE).read_text(encoding="utf-8"))
             check_same_run(saved, config, out)
-        return RunFolder(notes=ignored)
+        return RunFolder()
     state = read_trainer_state(checkpoint)
     changes = check_same_run(state["config"], config, out)
     if config.run.steps < state["step"]:
         raise ConfigError(f"run.steps = {config.run.steps}, but {checkpoint} is already at step {state['step']}")
     aside = (f"{path} is damaged: {reason}. It is {set_aside(path).name} now" for path, reason in damaged.items())
-    return RunFolder(checkpoint, (*aside, *ignored, *changes))
+    return RunFolder(checkpoint, (*aside, *changes))
