@@ -186,29 +186,19 @@ class _Properties(metadata.TensorProperties):
         self.dtype = state[0]
 
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_CLASSES: dict[tuple[str, str], type] = {  # By names in an index of tensors, besides `torch.Size` and dtypes
-    **{
-        (_METADATA, name): getattr(metadata, name)
-        for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "StorageMeta")
-    },
-    (_METADATA, "TensorProperties"): _Properties,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): int,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
-    ("torch.serialization", "_get_layout"): str,
-    **{
-        (module, f"{kind}Path"): PurePosixPath
-        for module in ("pathlib", "pathlib._local")
-        for kind in ("Posix", "Windows")
-    },
-}
+_RECORDS = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "StorageMeta")
+_CLASSES: dict[str, type] = {  # By names in an index, besides those of torch; they call nothing
+    **{name: getattr(metadata, name) for name in _RECORDS}, "TensorProperties": _Properties,
+    "_MEM_FORMAT_ENCODING": int, "_StorageInfo": StorageInfo, "_get_layout": str,
+    "PosixPath": PurePosixPath, "WindowsPath": PurePosixPath,
+}  # fmt: skip
 
 
 class _Unpickler(pickle.Unpickler):
     """Reads an index into classes made for it alone: a pickle can set attributes of the classes that it names."""
 
     def find_class(self, module: str, name: str) -> object:
-        if kind := _CLASSES.get((module, name)):
+        if kind := _CLASSES.get(name):
             return type(name, (kind,), {})
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype) or value is torch.Size:
