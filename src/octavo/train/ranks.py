@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from octavo.kernels.gemm.torch_bf16 import SWITCH as CPU_PRODUCTS
 from octavo.numerics.suggestions import grouped
 from octavo.runtime.torch_compat import PrefixStore, Store, get_default_store
-from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.run_config import ConfigError, TrainConfig, naming
 from octavo.train.config.sections import Run
 from octavo.train.diagnose import NonFiniteError
 
@@ -389,8 +389,6 @@ def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
 
 
 def _write(value: object, file: Path) -> None:
-    try:
+    problem = f"the processes of this machine share the model by {file}, which cannot be written; TMPDIR may need room"
+    with naming(problem, OSError, RuntimeError):
         torch.save(value, file)
-    except (OSError, RuntimeError) as error:
-        problem = f"the model cannot be written to {file} for the processes of this machine to share ({error})"
-        raise ConfigError(f"{problem}: set TMPDIR to a folder with room for it") from None
