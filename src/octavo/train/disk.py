@@ -21,8 +21,8 @@ TRIES = 3  # How often a run tries to lock its folder, which `octavo watch` may 
 
 
 def sync(folder: Path) -> None:
-    """Sync the files of `folder`, which has no subfolders, and their names to disk."""
-    for path in (*folder.iterdir(), folder):
+    """Sync the files of `folder` and its subfolders, and their names, to disk."""
+    for path in (*folder.rglob("*"), folder):
         sync_entry(path)
 
 

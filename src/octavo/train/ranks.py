@@ -389,6 +389,6 @@ def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
 
 
 def _write(value: object, file: Path) -> None:
-    problem = f"the processes of this machine share the model by {file}, which cannot be written; TMPDIR may need room"
-    with naming(problem, OSError, RuntimeError):
+    shared = f"the processes of this machine share the model by {file}: set TMPDIR to a folder with room for it"
+    with naming(shared, OSError, RuntimeError):
         torch.save(value, file)

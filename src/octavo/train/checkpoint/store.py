@@ -168,9 +168,7 @@ class _NewCheckpoint:
                 problem = f"{len(missing)} of {len(files)} shards are missing ({', '.join(missing[:4])})"
                 raise OSError(f"{problem}, of what was just written: give --out a folder that all machines share")
         write_digests(self.scratch, digests)
-        for folder in (self.scratch / SHARDS, self.scratch):
-            if folder.exists():
-                sync(folder)
+        sync(self.scratch)
         self.scratch.rename(self.target)
         sync_entry(self.target.parent)
         self.prune()
