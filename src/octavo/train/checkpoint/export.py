@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from octavo.train.data.epochs import DATA_FILE
 from octavo.train.model import PARAMETER_DTYPES
 from octavo.train.ranks import Ranks
 
+DAMAGE = OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError  # What reading it may raise
 OWN = {"trainer.json", "optimizer.pt", DATA_FILE, DIGESTS}  # Files in a checkpoint that `save_pretrained` never writes
 
 
@@ -54,7 +54,7 @@ def export(
                 raise ConfigError(f"{checkpoint} holds adapters: their average is not exported; leave --ema out")
             if not merge:
                 return _export_adapters(checkpoint, folder, out, layout)
-        with _damage(checkpoint):
+        with naming(f"{checkpoint} is damaged", *DAMAGE):
             dtype = PARAMETER_DTYPES[state["config"]["precision"]["parameters"]]
             model = _merged(checkpoint, state, dtype) if merge else _read(checkpoint, dtype)
             average: dict[str, torch.Tensor] = {}  # by name of the trained parameters
@@ -96,26 +96,13 @@ def _export_adapters(checkpoint: Path, folder: Path, out: Path, layout: ExportLa
     if layout is not None:
         merge = "merge them with peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()"
         raise ConfigError(f"{checkpoint} holds adapters, which {layout.name} does not have: --to bf16, or {merge}")
-    sharded = (checkpoint / SHARDS).exists()
-    with _damage(checkpoint):
-        if sharded:
-            tensors = shards.read_tensors(checkpoint / SHARDS, "model.")
-        else:
-            content = (checkpoint / lora.WEIGHTS_FILE).read_bytes()
-    with write_errors(out):  # not inside `_damage`, which would blame the checkpoint for a full disk
-        if sharded:
-            lora.save(tensors, folder)
-        else:
-            (folder / lora.WEIGHTS_FILE).write_bytes(content)
+    with write_errors(out):
+        if (checkpoint / SHARDS).exists():
+            lora.save(shards.read_tensors(checkpoint / SHARDS, "model."), folder)
         _copy_assets(checkpoint, folder)
         (folder / "config.json").unlink()  # of the base, which PEFT reads from its own folder
         write_digests(folder, {})
     return Exported(path=out, layout="bf16", fp8=(), high_precision={}, notes=("these are adapters of PEFT alone",))
-
-
-def _damage(checkpoint: Path) -> AbstractContextManager[None]:
-    errors = OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError
-    return naming(f"{checkpoint} is damaged", *errors)
 
 
 def _merged(checkpoint: Path, state: dict[str, Any], dtype: torch.dtype) -> Any:

@@ -348,8 +348,7 @@ class StepTotals:
     def __init__(self, rows: Iterable[StepMetrics] = ()) -> None:
         self._step = self._tokens = self._skipped = 0
         self._seconds = 0.0
-        self._losses, self._speeds, self._mfus = array("d"), array("d"), array("d")  # of the steps that have one
-        self._slow_mfus = 0  # of the first steps
+        self._losses, self._speeds, self._mfus = array("d"), array("d"), array("d")  # NaN for an unknown MFU
         self.held_out: dict[str, float | None] | None = None
         self._peak_memory: int | None = None
         for row in rows:
@@ -362,9 +361,7 @@ class StepTotals:
         self._speeds.append(row.tokens_per_s)
         if row.loss is not None:
             self._losses.append(row.loss)
-        if row.mfu is not None:
-            self._mfus.append(row.mfu)
-            self._slow_mfus += len(self._speeds) <= WARMUP_STEPS
+        self._mfus.append(math.nan if row.mfu is None else row.mfu)
         self.held_out = row.held_out or self.held_out
         if row.peak_memory is not None:
             self._peak_memory = max(row.peak_memory, self._peak_memory or 0)
@@ -379,9 +376,8 @@ class StepTotals:
 
     def fields(self) -> dict[str, Any]:
         """The fields of a `RunResult` from its steps; speed and MFU without the first five where there are more."""
-        speeds, mfus = self._speeds, self._mfus
-        if len(speeds) > WARMUP_STEPS:
-            speeds, mfus = speeds[WARMUP_STEPS:], mfus[self._slow_mfus :]
+        first = WARMUP_STEPS if len(self._speeds) > WARMUP_STEPS else 0
+        speeds, mfus = self._speeds[first:], [mfu for mfu in self._mfus[first:] if not math.isnan(mfu)]
         return {
             "steps": self._step, "tokens": self._tokens, "losses": self.losses, "skipped_steps": self._skipped,
             "tokens_per_s": statistics.median(speeds) if speeds else None, "wall_s": self._seconds,
