@@ -73,15 +73,21 @@ class Ranks:
         # A rank with an error other than ValueError and OSError raises that.
         if self.world_size == 1:
             return action()
-        result, error = _try(action)
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
         if self.any(error is not None, group=group):
-            errors = self.all_gather(None if error is None else _message(error))
-            if error is not None and not isinstance(error, _MISTAKES):
+            is_mistake = isinstance(error, ValueError | OSError)  # of a user or of the machine: its message is enough
+            text = str(error) if is_mistake else f"{type(error).__name__}: {error}"
+            errors = self.all_gather(None if error is None else text)
+            if error is not None and not is_mistake:
                 error.add_note(_ALL_ANSWER)
                 raise error
             rank, message = next((rank, other) for rank, other in enumerate(errors) if other is not None)
-            raise SharedError(message if None not in errors else f"rank {rank}: {message}")
-        assert error is None
+            raise SharedError(f"rank {rank}: {message}" if rank else message)
         return cast(T, result)
 
     @contextmanager
@@ -97,16 +103,9 @@ class Ranks:
         """Run `action` on rank 0 and return its result on all ranks. Raises its errors as `raise_together` does."""
         if self.world_size == 1:
             return action()
-        result, error = _try(action) if self.is_main else (None, None)
-        payload: list[Any] = [(result, None if error is None else _message(error))]
-        dist.broadcast_object_list(payload, 0)
-        value: T
-        value, message = payload[0]
-        if error is not None and not isinstance(error, _MISTAKES):
-            raise error
-        if message is not None:
-            raise SharedError(message)
-        return value
+        results = [self.raise_together(lambda: action() if self.is_main else None)]
+        dist.broadcast_object_list(results, 0)
+        return cast(T, results[0])
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
         by_rank = self.all_gather(dict(settings))
@@ -274,18 +273,6 @@ def _rank_names(ranks: list[int]) -> str:
 
 
 _ALL_ANSWER = "every rank was alive after this error"  # Note on an error that ranks have told each other about
-_MISTAKES = (ValueError, OSError)  # Errors of a user or of the machine, whose message is enough
-
-
-def _try(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return action(), None
-    except Exception as error:
-        return None, error
-
-
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, _MISTAKES) else f"{type(error).__name__}: {error}"
 
 
 BEAT_SECONDS = 0.5  # Seconds between two counts
