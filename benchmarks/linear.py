@@ -1,5 +1,5 @@
 """One linear layer, forward and backward with quantization, beside bf16, torchao, and the three FP8 products alone
-(`amdahl_ms`). `given tensorwise` has maxima that cost nothing. On a CPU: wall time, the best of rounds in turns.
+(`amdahl_ms`). `given tensorwise` has maxima that cost nothing. On a CPU: wall time, in turns with bf16.
 """
 
 import functools
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import shapes
-from benchmarks.arms import MORE_ARMS, TARGET_ARMS, Arm, available, build, speedup, step
+from benchmarks.arms import MORE_ARMS, TARGET_ARMS, Arm, available, build, in_turns, speedup, step
 from benchmarks.kernels import ceilings, reference_runs
 from benchmarks.session import Row, Session, begin, parser, times
 from benchmarks.shapes import Shape
-from benchmarks.timing import CpuClock, Run, sets
+from benchmarks.timing import Run, sets
 from octavo.nn.equalized import equalized_layers, equalizer_of
 
-CPU_SHAPE, CPU_ROUNDS = (2048, 1024, 1024), 15  # Of the rounds the best counts
+CPU_SHAPE = (2048, 1024, 1024)
 FIRST_ARMS = 3
 """Arms of `TARGET_ARMS`, the eager ones, that every other shape gets before any is compiled, which takes seconds."""
 
@@ -106,19 +106,10 @@ def on_gpu(session: Session) -> None:
 
 
 def on_cpu(session: Session) -> None:
-    arms = available([(arm,) for arm in (*TARGET_ARMS, *MORE_ARMS) if arm.mode == "eager"])
     for shape in shapes.each_once(session.options.shapes) or [CPU_SHAPE]:
-        runs = {arm: runs_of(session, shape, arm)[1][0] for (arm,) in arms}
-        for run in runs.values():
-            run()
-        best = dict.fromkeys(runs, float("inf"))
-        clock = CpuClock(rounds=1)
-        for _ in range(CPU_ROUNDS):
-            for arm, run in runs.items():
-                best[arm] = min(best[arm], clock.measure([run]).wall_ms or 0.0)
-        for arm, ms in best.items():
-            figures = {"wall_ms": round(ms, 3), "method": "wall", "wall_speedup": round(best[Arm("bf16")] / ms, 4)}
-            session.attempt(identity(shape, arm), dict, figures)
+        base = runs_of(session, shape, Arm("bf16"))[1]
+        for (arm,) in available([(arm,) for arm in (*TARGET_ARMS, *MORE_ARMS) if arm.mode == "eager"]):
+            session.attempt(identity(shape, arm), in_turns, session, base, runs_of(session, shape, arm)[1])
 
 
 def main(arguments: list[str]) -> None:
