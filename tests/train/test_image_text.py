@@ -12,7 +12,7 @@ from tiny_runs import Recorder, assert_resumes, image_tables
 from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, parse_config, read_metrics, run, run_plan
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.data.images import ImageFiles, ImageShape, LatentFiles, hash_files, split
+from octavo.train.data.images import ImageFiles, ImageShape, hash_files, split
 from octavo.train.lora import freeze
 from octavo.train.model import check_model
 from octavo.train.record.progress import NullProgress
@@ -60,7 +60,7 @@ def test_rows_have_an_image_a_question_and_an_answer(task):
         assert torch.equal(ids[first + 1 : first + len(answer)], answer[:-1])
         assert backend.decode(ids[4 : first + 1].tolist()).endswith("?\n") or "Describe" in backend.decode(ids.tolist())
     assert {"a handwritten", "the digit"} <= texts
-    assert task.data.held_out == 359
+    assert len(task.data.held_out) == 359
 
 
 def test_the_loss_is_the_mean_over_all_targets_of_a_batch(task):
@@ -91,7 +91,7 @@ def test_the_loss_is_the_mean_over_all_targets_of_a_batch(task):
 
 def test_exact_match_is_that_of_greedy_decoding(task):
     model, data = task.build().eval(), ImageTextTask.load(task.config, NullProgress())
-    rows = list(range(len(data._inputs) - data.held_out, len(data._inputs)))[:6]
+    rows = data.held_out[:6]
     inputs, _ = data.rows(rows)
     data._targets[rows] = IGNORE
     for number, row in enumerate(rows):
@@ -104,7 +104,7 @@ def test_exact_match_is_that_of_greedy_decoding(task):
         data._targets[row, 9:12] = answer
         if number % 3 == 0:
             data._targets[row, 11] = (answer[-1] + 1) % 256
-    data.held_out = 6
+    data.held_out = rows
     with torch.no_grad():
         metrics = ImageTextTask(task.config, data).evaluate(model, CPU)
     assert metrics[EXACT_MATCH] == 4 / 6 and metrics["loss"] > 0
@@ -372,7 +372,7 @@ def test_a_file_that_changes_during_a_run(kind, tmp_path):
     if kind == "latent":
         path = tmp_path / "a.npy"
         np.save(path, np.zeros((1, 8, 8), np.float32))
-    data = (ImageFiles if kind == "image" else LatentFiles)([path], hash_files([path]), SHAPE)
+    data = ImageFiles([path], hash_files([path]), SHAPE, latents=kind != "image")
     data.pixels([0])
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(ConfigError, match=rf"a\.{path.suffix[1:]} changed after the run began"):
@@ -404,8 +404,8 @@ def image_text(folder, records, **changes):
 def test_records_of_one_image_are_on_the_same_side(tmp_path):
     records = [record(image=f"{name}.png") for name in "aabbccddeeff"]
     data = image_text(tmp_path, records)
-    sides = [{image // 2 for image in part} for part in (data._image_of[: data.training], data._image_of[-2:])]
-    assert sides == [{0, 1, 2, 3, 5}, {4}] and data.held_out == 2
+    sides = [{image // 2 for image in part} for part in (data._image_of[: len(data.training)], data._image_of[-2:])]
+    assert sides == [{0, 1, 2, 3, 5}, {4}] and len(data.held_out) == 2
 
 
 def says(*turns):

@@ -6,7 +6,6 @@ for the model. At the start of a run each file is decoded once, so that a damage
 
 import hashlib
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -131,78 +130,67 @@ def read_unchanged(path: Path, digest: bytes) -> BytesIO:
     return BytesIO(content)
 
 
-class _Files(ABC):
-    """Images of files by number, each read once at the start; an `Images`."""
+class ImageFiles:
+    """Images of files, resized (bicubic) to a shape, RGB or grey; or `latents` of that shape. Each is read at once."""
 
-    kind: str  # Part of the fingerprint
-
-    def __init__(self, paths: Sequence[Path], contents: Sequence[bytes], shape: ImageShape) -> None:
-        self._paths, self._shape, self.contents = list(paths), shape, list(contents)
+    def __init__(
+        self, paths: Sequence[Path], contents: Sequence[bytes], shape: ImageShape, *, latents: bool = False
+    ) -> None:
+        self._paths, self._shape, self._latents, self.contents = list(paths), shape, latents, list(contents)
+        if not latents:
+            if shape.channels not in (1, 3):
+                problem = f"the model takes images of {shape.channels} channels"
+                raise ConfigError(f"{problem}; files have 1 (grey) or 3 (RGB)")
+            optional_package("PIL.Image", "images are read with Pillow", "pip install pillow")
         # Of all numbers: which has which file matters.
-        self.fingerprint = hashlib.sha256(f"{self.kind} {shape}\0".encode() + b"".join(self.contents)).hexdigest()
+        identity = f"{'latents 1' if latents else 'image files 2'} {shape}\0".encode() + b"".join(self.contents)
+        self.fingerprint = hashlib.sha256(identity).hexdigest()
         for path, content in dict(zip(self._paths, self.contents, strict=True)).items():
             self._read(path, content)
 
-    @abstractmethod
-    def _read(self, path: Path, digest: bytes) -> np.ndarray: ...
+    def _read(self, path: Path, digest: bytes) -> np.ndarray:
+        return (_read_latent if self._latents else _read_image)(path, read_unchanged(path, digest), self._shape)
 
     def pixels(self, numbers: Sequence[int]) -> Tensor:
-        return torch.from_numpy(np.stack([self._read(self._paths[n], self.contents[n]) for n in numbers]))
+        values = torch.from_numpy(np.stack([self._read(self._paths[n], self.contents[n]) for n in numbers]))
+        return values if self._latents else values.permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
 
 
-class ImageFiles(_Files):
-    """Images of files, resized (bicubic) to a shape: three channels are RGB, one is grey."""
+def _read_image(path: Path, content: BytesIO, shape: ImageShape) -> np.ndarray:
+    """Pixels of a file, resized: uint8 [H, W, C]."""
+    from PIL import Image, ImageOps
 
-    kind = "image files 2"
-
-    def __init__(self, paths: Sequence[Path], contents: Sequence[bytes], shape: ImageShape) -> None:
-        if shape.channels not in (1, 3):
-            raise ConfigError(f"the model takes images of {shape.channels} channels; files have 1 (grey) or 3 (RGB)")
-        optional_package("PIL.Image", "images are read with Pillow", "pip install pillow")
-        super().__init__(paths, contents, shape)
-
-    def pixels(self, numbers: Sequence[int]) -> Tensor:
-        return super().pixels(numbers).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
-
-    def _read(self, path: Path, digest: bytes) -> np.ndarray:
-        from PIL import Image, ImageOps
-
-        content = read_unchanged(path, digest)
-        try:
-            with Image.open(content) as image:
-                upright = ImageOps.exif_transpose(image)
-                # Grey in 16 bits, of which Pillow would clip all above 255; PNG has 16 bits at most.
-                if upright.mode.startswith("I;16") or (upright.mode == "I" and image.format == "PNG"):
-                    upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-                if upright.mode in ("I", "F"):  # white may be any number
-                    raise ValueError(f"its pixels have 32 bits (mode {upright.mode}): convert it to 8 or 16 bits")
-                if upright.mode == "P" and isinstance(upright.info.get("transparency"), bytes):
-                    upright = upright.convert("RGBA")  # Pillow warns otherwise; the colours are the same
-                resized = upright.convert("RGB" if self._shape.channels == 3 else "L").resize(
-                    (self._shape.width, self._shape.height), Image.Resampling.BICUBIC
-                )
-        except Exception as error:  # of no common type: each decoder fails in its own way
-            reason = " ".join(str(error).split()) or type(error).__name__
-            reason = reason.removesuffix(f" {content!r}")  # the buffer, where Pillow names a file
-            raise ConfigError(f"the image {path} does not decode: {reason}") from None
-        return np.asarray(resized).reshape(self._shape.height, self._shape.width, self._shape.channels)
+    try:
+        with Image.open(content) as image:
+            upright = ImageOps.exif_transpose(image)
+            # Grey in 16 bits, of which Pillow would clip all above 255; PNG has 16 bits at most.
+            if upright.mode.startswith("I;16") or (upright.mode == "I" and image.format == "PNG"):
+                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+            if upright.mode in ("I", "F"):  # white may be any number
+                raise ValueError(f"its pixels have 32 bits (mode {upright.mode}): convert it to 8 or 16 bits")
+            if upright.mode == "P" and isinstance(upright.info.get("transparency"), bytes):
+                upright = upright.convert("RGBA")  # Pillow warns otherwise; the colours are the same
+            mode = "RGB" if shape.channels == 3 else "L"
+            resized = upright.convert(mode).resize((shape.width, shape.height), Image.Resampling.BICUBIC)
+    except Exception as error:  # of no common type: each decoder fails in its own way
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason.removesuffix(f" {content!r}")  # the buffer, where Pillow names a file
+        raise ConfigError(f"the image {path} does not decode: {reason}") from None
+    return np.asarray(resized).reshape(shape.height, shape.width, shape.channels)
 
 
-class LatentFiles(_Files):
-    kind = "latents 1"
-
-    def _read(self, path: Path, digest: bytes) -> np.ndarray:
-        content = read_unchanged(path, digest)
-        with naming(f"the latent {path} cannot be read", OSError, ValueError, EOFError):
-            latent = np.load(content, allow_pickle=False)
-        shape = (self._shape.channels, self._shape.height, self._shape.width)
-        if not isinstance(latent, np.ndarray) or latent.shape != shape or latent.dtype.kind != "f":
-            expected = f"floating-point arrays {list(shape)} (model.config.in_channels, sample_size)"
-            raise ConfigError(f"the latent {path} is {latent.dtype} {list(latent.shape)}; the model takes {expected}")
-        values = latent.astype(np.float32)
-        if not np.isfinite(values).all():
-            raise ConfigError(f"the latent {path} holds NaN or infinity")
-        return values
+def _read_latent(path: Path, content: BytesIO, shape: ImageShape) -> np.ndarray:
+    """A latent, scaled for the model: fp32 [C, H, W]."""
+    with naming(f"the latent {path} cannot be read", OSError, ValueError, EOFError):
+        latent = np.load(content, allow_pickle=False)
+    sizes = (shape.channels, shape.height, shape.width)
+    if not isinstance(latent, np.ndarray) or latent.shape != sizes or latent.dtype.kind != "f":
+        expected = f"floating-point arrays {list(sizes)} (model.config.in_channels, sample_size)"
+        raise ConfigError(f"the latent {path} is {latent.dtype} {list(latent.shape)}; the model takes {expected}")
+    values = latent.astype(np.float32)
+    if not np.isfinite(values).all():
+        raise ConfigError(f"the latent {path} holds NaN or infinity")
+    return values
 
 
 class LabelledImages:
@@ -257,9 +245,9 @@ def load_images(source: str, shape: ImageShape, *, shuffle: bool, progress: Prog
     everything = files_below(folder)
     if rest := sorted(set(everything) - {str(path) for path in paths}):
         progress.note(f"{len(rest)} of {len(everything)} files in {folder} are left out: {suffix_counts(rest)}")
-    read = LatentFiles if paths[0].suffix.lower() == LATENTS else ImageFiles
+    images = ImageFiles(paths, hash_files(paths), shape, latents=paths[0].suffix.lower() == LATENTS)
     labels = np.repeat(range(len(classes)), [len(files) for files in classes.values()]).tolist()
-    return LabelledImages(read(paths, hash_files(paths), shape), labels, tuple(classes), shape, shuffle=shuffle)
+    return LabelledImages(images, labels, tuple(classes), shape, shuffle=shuffle)
 
 
 def classes_of(folder: Path) -> dict[str, list[Path]]:
@@ -361,15 +349,12 @@ class ImageText:
         turns = [(record.image, record.turns) for record in everything]
         # Number and digest of the images and of the conversations.
         self.files = {"the images": count_and_digest(images.contents), "the conversations": count_and_digest(turns)}
-        self.training, self.held_out = len(training), len(held_out)  # Numbers of records
+        # Numbers of records.
+        self.training, self.held_out = range(len(training)), range(len(training), len(everything))
         self._order = EpochOrder(len(training), shuffle=shuffle)
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Mapping[str, Tensor], Tensor]:
         return self.rows(self._order.rows(seed, step, size))
-
-    def held_out_rows(self, first: int, size: int) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Up to `size` held-out records from number `first` on."""
-        return self.rows(range(self.training + first, self.training + min(first + size, self.held_out)))
 
     def rows(self, numbers: Sequence[int]) -> tuple[Mapping[str, Tensor], Tensor]:
         ids, targets = torch.from_numpy(self._inputs[numbers]), torch.from_numpy(self._targets[numbers])

@@ -229,7 +229,7 @@ class ImageTextTask(TextTask):
         return loss
 
     def data_size(self) -> DataSize:
-        return DataSize(rows=self.data.training)
+        return DataSize(rows=len(self.data.training))
 
     @property
     def uneven(self) -> bool:
@@ -239,8 +239,8 @@ class ImageTextTask(TextTask):
         """The metrics; logits are computed where any record of a micro-batch has a target."""
         size = max(1, self.config.optim.batch // self.config.optim.micro_batches)
         exact, total, count = 0, 0.0, 0
-        for first in range(0, self.data.held_out, size):
-            inputs, targets = self.data.held_out_rows(first, size)
+        for first in range(0, len(self.data.held_out), size):
+            inputs, targets = self.data.rows(self.data.held_out[first : first + size])
             positions = (targets != IGNORE).any(0).nonzero().squeeze(1).to(device)
             inputs, targets = {name: tensor.to(device) for name, tensor in inputs.items()}, targets.to(device)
             logits = forward(**self._inputs(inputs), logits_to_keep=positions, use_cache=False).logits
@@ -249,7 +249,7 @@ class ImageTextTask(TextTask):
             exact += int(((logits.argmax(-1) == targets) | ~is_target).all(1).sum())
             total += float(F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum"))
             count += int(is_target.sum())
-        return {EXACT_MATCH: exact / self.data.held_out, "loss": total / count} if count else {}
+        return {EXACT_MATCH: exact / len(self.data.held_out), "loss": total / count} if count else {}
 
     def _inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         dtype = PARAMETER_DTYPES[self.config.precision.parameters]
