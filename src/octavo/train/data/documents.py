@@ -15,20 +15,17 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from octavo.numerics.suggestions import nearest
-from octavo.train.config.run_config import ConfigError
+from octavo.train.config.run_config import ConfigError, naming
 from octavo.train.config.sections import Data, expand
-from octavo.train.data import chat, documents
-from octavo.train.data.chat import ALPACA, MESSAGES, SHAREGPT, TOOLS, conversation_text, messages_of
+from octavo.train.data.chat import ALPACA, MESSAGES, SHAREGPT, TOOLS, Conversation, conversation_text, messages_of
 
 if TYPE_CHECKING:
-    import hashlib
-
     import pyarrow
 
 
@@ -88,15 +85,11 @@ def hash_file(path: str, digest: "hashlib._Hash", on_bytes_read: OnBytesRead) ->
             on_bytes_read(len(piece))
 
 
-@contextmanager
-def reading(path: str) -> Iterator[None]:
+def reading(path: str) -> AbstractContextManager[None]:
     """Turn what goes wrong while a file is read into a ConfigError that names it."""
     from pyarrow import ArrowException
 
-    try:
-        yield
-    except (OSError, ArrowException) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return naming(f"{path} cannot be read", OSError, ArrowException)
 
 
 @dataclass(frozen=True)
@@ -306,7 +299,7 @@ STANDARD = {STDLIB: "text", DOCSTRINGS: "messages"}  # `data.format` of the stan
 DOCSTRINGS_VERSION = b"python-docstrings 1"  # Part of the fingerprint; changes with the conversations of a module
 SYSTEM = "You answer questions about Python's standard library."
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-"""Kinds of files that are read as they are; `datasets` prepares the others of `documents.FILE_KINDS`."""
+"""Kinds of files that are read as they are; `datasets` prepares the others of `FILE_KINDS`."""
 METADATA = {"config.json", "dataset_info.json", "dataset_infos.json"}  # Names of .json files without data
 SAVED = ("dataset_dict.json", "state.json")  # Files that `save_to_disk` writes
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz")
@@ -363,7 +356,7 @@ def _unchanged(source: str, paths: list[str], read: Callable[[Path], Stream]) ->
     """`read`, which raises ConfigError at its end if a file is no longer what it was when this was called."""
 
     def stamps() -> list[tuple[int, int, int]]:
-        with documents.reading(source):
+        with reading(source):
             return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, paths)]
 
     before = stamps()
@@ -384,7 +377,7 @@ def _standard_library(source: str, root: Path) -> Source:
 
     def modules() -> Iterator[tuple[str, str]]:
         for name in sorted(paths):
-            with documents.reading(paths[name]), suppress(UnicodeDecodeError):
+            with reading(paths[name]), suppress(UnicodeDecodeError):
                 yield name, Path(paths[name]).read_bytes().decode("utf-8")
 
     def read(_: Path) -> Stream:
@@ -408,7 +401,7 @@ def _open_files(config: Data, files: Files, on_bytes_read: OnBytesRead) -> Sourc
     digest = hashlib.sha256(f"{kind}{'' if kind == '.txt' else column.identity}".encode())
     sizes: dict[str, list[int | str]] = {}
     for path in files.paths:
-        documents.hash_file(path, digest, on_bytes_read)
+        hash_file(path, digest, on_bytes_read)
         sizes[path] = [os.path.getsize(path), digest.hexdigest()[:16]]  # that of the files up to this one
     return Source(
         fingerprint=digest.hexdigest(), read=read, skipped_files=files.note, files=sizes,
@@ -425,12 +418,10 @@ def _saved(config: Data, folder: Path) -> list[str]:
 
     with _preparing(config):
         saved = datasets.load_from_disk(str(folder))
-    if isinstance(saved, datasets.DatasetDict):
-        _check_split(config, saved)
-        saved = saved[config.split]
-    else:
-        _check_split(config, sorted({"train", str(saved.split or "train")}))
-    paths = [os.path.abspath(file["filename"]) for file in saved.cache_files]
+    if not isinstance(saved, datasets.DatasetDict):
+        saved = dict.fromkeys(sorted({"train", str(saved.split or "train")}), saved)
+    _check_split(config, saved)
+    paths = [os.path.abspath(file["filename"]) for file in saved[config.split].cache_files]
     if outside := [path for path in paths if not Path(path).is_relative_to(os.path.abspath(folder))]:
         raise ConfigError(f'data.source = "{config.source}": its file {outside[0]} is not in the folder')
     return paths
@@ -455,22 +446,22 @@ def _open_prepared(config: Data, folder: Path, on_bytes_read: OnBytesRead) -> So
 
     reader = _unchanged(config.source, paths, read)
     for path in paths:
-        if Path(path).suffix not in FILE_KINDS and documents.suffix(path) in FILE_KINDS.union(COMPRESSED):
+        if Path(path).suffix not in FILE_KINDS and suffix(path) in FILE_KINDS.union(COMPRESSED):
             raise ConfigError(f"{path} would be left out: decompress it, or let its name end in lower case")
         digest.update(f"{os.path.relpath(path, folder)}\0".encode())
-        documents.hash_file(path, digest, on_bytes_read)
+        hash_file(path, digest, on_bytes_read)
     return Source(fingerprint=digest.hexdigest(), read=reader, without_text=column.note)
 
 
 def _kinds(files: list[str]) -> list[str]:
-    kinds = {documents.suffix(file) for file in files if os.path.basename(file) not in METADATA}
+    kinds = {suffix(file) for file in files if os.path.basename(file) not in METADATA}
     return sorted(kinds.intersection(FILE_KINDS))
 
 
 def _has_configs(folder: Path) -> bool:
     """Whether the card of a data set folder assigns files to subsets or splits."""
     readme = folder / "README.md"
-    with documents.reading(str(readme)):
+    with reading(str(readme)):
         text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     head, closing, _ = text.partition("\n---")
     return bool(closing) and re.match(r"---\s*\n(.*\n)*?configs:", head) is not None
@@ -501,7 +492,7 @@ def _files_of_card(config: Data, folder: Path) -> list[str]:
         for name in names:
             if Path(name).parts[0] == os.pardir:
                 raise ValueError(f"its card names {name}, which is not in the folder: move it there")
-            if documents.suffix(name) not in kinds:
+            if suffix(name) not in kinds:
                 raise ValueError(f"its card names {name}: files must end in {', '.join(sorted(kinds))}")
     return [str(folder / name) for name in names] + ([str(card)] if card.exists() else [])
 
@@ -538,7 +529,7 @@ def list_files(config: Data) -> Files | None:
     """The files of a pattern, or of a folder of one kind; None for sources that are not read file by file."""
     path = expand(config.source)
     if not path.is_dir():
-        if (kind := documents.suffix(path)) not in SUFFIXES:
+        if (kind := suffix(path)) not in SUFFIXES:
             return None
         _check_split(config)
         found = Files(matches(config, str(path)), kind)
@@ -547,9 +538,9 @@ def list_files(config: Data) -> Files | None:
         kinds = _kinds(files)
         if _is_saved(path) or len(kinds) != 1 or kinds[0] not in SUFFIXES or _has_configs(path):
             return None
-        chosen = [file for file in files if documents.suffix(file) == kinds[0]]
+        chosen = [file for file in files if suffix(file) == kinds[0]]
         # Compressed files only where there are no others, of which they may be copies.
-        chosen = [file for file in chosen if not documents.is_compressed(file)] or chosen
+        chosen = [file for file in chosen if not is_compressed(file)] or chosen
         chosen = _files_of_split(config, path, chosen)
         rest = sorted(set(files) - set(chosen))
         note = f'{len(rest)} of {len(files)} files in "{config.source}" are left out: {suffix_counts(rest)}'
@@ -640,7 +631,7 @@ def _files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
     return [path for path in files if path in splits[config.split]]
 
 
-def _conversations_about(name: str, text: str) -> list[chat.Conversation]:
+def _conversations_about(name: str, text: str) -> list[Conversation]:
     """The conversations about a module at the path `name`: parsed, never imported."""
     module = ".".join(PurePosixPath(name).with_suffix("").parts).removesuffix(".__init__")
     if any(part.startswith("_") for part in module.split(".")):
@@ -652,7 +643,7 @@ def _conversations_about(name: str, text: str) -> list[chat.Conversation]:
     except (SyntaxError, ValueError):
         return []
     talks = (messages for node in tree.body for messages in _conversations_of(module, node))
-    return [chat.Conversation(json.dumps(messages, ensure_ascii=False)) for messages in talks]
+    return [Conversation(json.dumps(messages, ensure_ascii=False)) for messages in talks]
 
 
 def _conversations_of(prefix: str, node: ast.stmt) -> Iterator[list[dict[str, str]]]:

@@ -38,7 +38,6 @@ from octavo.train.data.documents import (
     NoFieldError,
     NoSequencesError,
     Source,
-    Stream,
     list_files,
 )
 from octavo.train.data.epochs import EpochOrder, permutation
@@ -193,9 +192,14 @@ class StreamedCorpus(Sequences):
         blocks, cache = self._chunks[chunk], expand(self._data.cache) / "stream"
         digest = hashlib.sha256(f"{self._kind}{self._column.identity}".encode())
         for block in blocks:
-            changed = os.stat(block.path).st_mtime_ns  # or the cache could have the text of an earlier content
-            digest.update(f"{self.files[block.path]}\0{changed}\0{block.start}\0{block.stop}\0".encode())
-        source = Source(fingerprint=digest.hexdigest(), read=lambda _: self._read(blocks))
+            stat, identity = os.stat(block.path), self.files[block.path]
+            if stat.st_size != identity[0]:
+                problem = f"{block.path} has {stat.st_size:,} bytes, and had {identity[0]:,} when the run began"
+                raise ConfigError(f"{problem}: do not write to files that are streamed")
+            changed = stat.st_mtime_ns  # or the cache could have the text of an earlier content
+            digest.update(f"{identity}\0{changed}\0{block.start}\0{block.stop}\0".encode())
+        read = documents.read_documents
+        source = Source(fingerprint=digest.hexdigest(), read=lambda _: read(blocks, self._kind, self._column))
         meter = ReadProgress(progress)
         for tries_left in (2, 1, 0):
             try:
@@ -213,14 +217,6 @@ class StreamedCorpus(Sequences):
         keep = {text.folder} | {corpus.folder for corpus in self._open.values() if corpus is not None}
         _evict(cache, int(self._data.cache_gib * 2**30), keep)
         return text
-
-    def _read(self, blocks: list[Block]) -> Stream:
-        for block in blocks:
-            size, expected = os.path.getsize(block.path), self.files[block.path][0]
-            if size != expected:
-                problem = f"{block.path} has {size:,} bytes, and had {expected:,} when the run began"
-                raise ConfigError(f"{problem}: do not write to files that are streamed")
-        yield from documents.read_documents(blocks, self._kind, self._column)
 
 
 def _identity(path: str) -> list[int | str]:

@@ -23,7 +23,7 @@ from octavo.train.data import images
 from octavo.train.data.images import DIGIT_FIELDS, DIGITS, PLACEHOLDER, ImageText, LabelledImages, NoisyImages
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from octavo.train.lora import freeze_unused
-from octavo.train.model import PARAMETER_DTYPES, build_of_kind, check_fit, model_config, prepare_loss
+from octavo.train.model import PARAMETER_DTYPES, build_of_kind, check_fit, model_config
 from octavo.train.record.metrics import DataSize
 from octavo.train.record.progress import Progress
 from octavo.train.tasks.task import Forward, Task, TextTask
@@ -219,9 +219,6 @@ class ImageTextTask(TextTask):
         ids = torch.zeros((size, self.config.data.sequence_length), dtype=torch.int64, device=device)
         pixels = torch.zeros((size, shape.channels, shape.height, shape.width), device=device)
         return {"input_ids": ids, "pixel_values": pixels}, torch.zeros_like(ids)
-
-    def prepare(self, model: nn.Module, loss: str) -> str:
-        return prepare_loss(model, loss)
 
     def loss(self, forward: Forward, inputs: Mapping[str, Tensor], targets: Tensor, **arguments: object) -> Tensor:
         arguments = {"use_cache": False} | self._inputs(inputs) | arguments

@@ -14,7 +14,7 @@ from octavo.train.config.run_config import TrainConfig
 from octavo.train.data.corpus import Sequences
 from octavo.train.data.epochs import read_data_state
 from octavo.train.data.load import load_corpus
-from octavo.train.model import build_model, prepare_loss
+from octavo.train.model import build_model
 from octavo.train.packed_attention import document_offsets, documents, is_varlen
 from octavo.train.record.metrics import DataSize
 from octavo.train.record.progress import Progress
@@ -71,7 +71,7 @@ class Language(TextTask):
         return self.config.data.masks_targets
 
     def prepare(self, model: nn.Module, loss: str) -> str:
-        note = prepare_loss(model, loss)
+        note = super().prepare(model, loss)
         self.adapt(model)
         return note
 

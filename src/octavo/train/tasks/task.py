@@ -17,6 +17,7 @@ from octavo.train.data.epochs import write_data_state
 from octavo.train.data.tokenizer import load_tokenizer
 from octavo.train.disk import write_file
 from octavo.train.layout import Inputs
+from octavo.train.model import prepare_loss
 from octavo.train.record.loggers import TOKENIZER_FILE
 from octavo.train.record.metrics import DataSize
 from octavo.train.record.progress import NullProgress, Progress
@@ -156,6 +157,9 @@ class TextTask(Task):
             with suppress(ConfigError):  # a run needs it, but a plan of a config.json alone does not
                 tokenizer = load_tokenizer(hub_folder(config.model.path))
         return SimpleNamespace(tokenizer=tokenizer)
+
+    def prepare(self, model: nn.Module, loss: str) -> str:
+        return prepare_loss(model, loss)
 
     def data_state(self) -> dict[str, Any]:
         return super().data_state() | {"tokenizer": self.data.tokenizer.fingerprint}
