@@ -17,7 +17,7 @@ from octavo.numerics.recipe import RECIPES
 from octavo.planner.decide import break_even, candidates
 from octavo.planner.devices import DEVICES, Gpu
 from octavo.planner.roofline import Cost, LinearCall, bf16_linear, fp8_linear, fp8_rate, memory_time, product
-from octavo.planner.step import Recompute, StepConfig, StepTime, linear_costs, step_time
+from octavo.planner.step import Recompute, StepConfig, StepTime, step_time
 from octavo.planner.trace import Trace, trace
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "planner.md"
@@ -36,6 +36,7 @@ LOGGED = {"bf16": 135_700, "octavo rowwise": 151_500}
 """Tokens/s of `octavo train` at 0.42 B parameters, read from logs: docs/performance.md."""
 
 Predict = Callable[[Gpu], float]
+Sizes = tuple[int, int, int, int, int]  # Of a Llama: hidden, intermediate, layers, heads of k and v, vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +122,19 @@ def llama(hidden: int, intermediate: int, layers: int, kv_heads: int, vocabulary
         return trace(copy, modules, lambda: copy(input_ids=ids, labels=ids, use_cache=False))
 
 
-def training(sizes: tuple[int, int, int, int, int], batch: int, seq: int, table: str, config: StepConfig) -> Predict:
+def step(
+    gpu: Gpu, sizes: Sizes, batch: int, seq: int, config: StepConfig, cost: Callable[[Gpu, LinearCall], Cost]
+) -> StepTime:
+    """Predict a step of a Llama with the cost of its linears; its head is in bf16."""
+    traced = llama(*sizes, batch, seq)
+    calls = [(bf16_linear if name == "lm_head" else cost, call) for name, some in traced.calls.items() for call in some]
+    return step_time(gpu, traced, [of_one(gpu, call) for of_one, call in calls], config, batch * seq)
+
+
+def training(sizes: Sizes, batch: int, seq: int, table: str, config: StepConfig) -> Predict:
     def predict(gpu: Gpu) -> float:
-        traced = llama(*sizes, batch, seq)
-        calls = [(name, call) for name, of_one in traced.calls.items() for call in of_one]
-        arms = (
-            [bf16_linear(gpu, call) for _, call in calls],
-            [bf16_linear(gpu, c) if name == "lm_head" else fp8(gpu, c, table) for name, c in calls],
-        )
-        bf16, ours = (step_time(gpu, traced, costs, config, batch * seq).seconds for costs in arms)
+        costs = bf16_linear, functools.partial(fp8, table=table)
+        bf16, ours = (step(gpu, sizes, batch, seq, config, cost).seconds for cost in costs)
         return bf16 / ours
 
     return predict
@@ -226,40 +231,35 @@ def _products(rows: Sequence[Mapping[str, Any]]) -> Measured:
             yield "product", row["shape"], row["case"], row["kernel_ms"], product(H100, m, n, k, operand=1, rate=rate)
 
 
+def _cost(arm: str) -> Callable[[Gpu, LinearCall], Cost]:
+    return bf16_linear if arm == "bf16" else functools.partial(fp8_linear, recipe=RECIPES[arm.removeprefix("octavo ")])
+
+
 def _linears(rows: Sequence[Mapping[str, Any]]) -> Measured:
-    for row in rows:
-        recipe, call = RECIPES.get(row["arm"].removeprefix("octavo ")), LinearCall(m=row["m"], k=row["k"], n=row["n"])
-        if row["arm"] == "bf16" or recipe is not None:
-            cost = bf16_linear(H100, call) if recipe is None else fp8_linear(H100, call, recipe)
-            yield "linear", f"{row['shape']}, {row['mode']}", row["arm"], row["kernel_ms"], cost.total
+    for row in (row for row in rows if row["arm"].removeprefix("octavo ") in ("bf16", *RECIPES)):
+        cost = _cost(row["arm"])(H100, LinearCall(m=row["m"], k=row["k"], n=row["n"]))
+        yield "linear", f"{row['shape']}, {row['mode']}", row["arm"], row["kernel_ms"], cost.total
 
 
 def _layers(rows: Sequence[Mapping[str, Any]]) -> Measured:
     """Layers of Llama 3 8B: what a model of two has beyond a model of one."""
+    config = StepConfig(eager=False)
     for row in (row for row in rows if row["arm"] in ("bf16", "octavo rowwise")):
-        shape = (4096, 14336, 8, 32000, 1, row["tokens"])
-        two, one = (_step(row["arm"], layers, shape, eager=False) for layers in (2, 1))
+        models = ((4096, 14336, layers, 8, 32000) for layers in (2, 1))
+        two, one = (step(H100, sizes, 1, row["tokens"], config, _cost(row["arm"])) for sizes in models)
         seconds = two.seconds - two.optimizer - (one.seconds - one.optimizer)
         yield "layer", f"{row['shape']}, compiled", row["arm"], row["kernel_ms"], seconds
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> Measured:
     """Steps of `octavo train`: of the result file, and of logs."""
-    wide, small = (4096, 14336, 8, 32000, 8, 2048), (2048, 5632, 8, 8192, 32, 1024)
+    wide, small = ((4096, 14336, 4, 8, 32000), 8, 2048), ((2048, 5632, 8, 8, 8192), 32, 1024)
     of_train = (row for row in rows if row["stage"] == "octavo train")
-    runs = [(row["arm"], row["shape"], row["mode"], 4, wide, row["wall_ms"]) for row in of_train]
-    runs += [(arm, "0.42 B", "eager", 8, small, 1e3 * 32 * 1024 / tokens_per_s) for arm, tokens_per_s in LOGGED.items()]
-    for arm, what, mode, layers, shape, ms in runs:
-        yield "step", f"{what}, {mode}", arm, ms, _step(arm, layers, shape, eager=mode == "eager").seconds
-
-
-def _step(arm: str, layers: int, shape: tuple[int, int, int, int, int, int], *, eager: bool) -> StepTime:
-    """Predict a step; `shape` is hidden and intermediate size, heads of k and v, vocabulary, batch and sequence."""
-    hidden, intermediate, *rest, batch, sequence = shape
-    traced = llama(hidden, intermediate, layers, *rest, batch, sequence)
-    recipe = None if arm == "bf16" else RECIPES[arm.removeprefix("octavo ")]
-    costs = linear_costs(H100, traced, {name: None if name == "lm_head" else recipe for name in traced.calls})
-    return step_time(H100, traced, costs, StepConfig(eager=eager), batch * sequence)
+    runs = [(row["arm"], row["shape"], row["mode"], wide, row["wall_ms"]) for row in of_train]
+    runs += [(arm, "0.42 B", "eager", small, 1e3 * 32 * 1024 / tokens_per_s) for arm, tokens_per_s in LOGGED.items()]
+    for arm, what, mode, shape, ms in runs:
+        seconds = step(H100, *shape, StepConfig(eager=mode == "eager"), _cost(arm)).seconds
+        yield "step", f"{what}, {mode}", arm, ms, seconds
 
 
 # The page
