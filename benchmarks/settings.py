@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from benchmarks import command
+from benchmarks import command, pages
 from benchmarks.environment import write_text
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.config.sections import Section
@@ -52,8 +52,7 @@ def type_text(annotation: Any, metadata: Any = ()) -> str:
 
 
 def table(name: str, section: type[Section]) -> str:
-    lines = [f"\n## {name}\n", "| key | value | default | |", "|---|---|---|---|"]
-    texts, nested = docstrings(section), ""
+    rows, texts, nested = [], docstrings(section), ""
     for key, field in section.model_fields.items():
         sections = sections_in(field.annotation)
         if field.annotation in sections:
@@ -62,8 +61,8 @@ def table(name: str, section: type[Section]) -> str:
         nested += "".join(table(f"[[{name}.{key}]]", part) for part in sections)
         value = "–" if field.is_required() or field.default is None else f"`{json.dumps(field.default)}`"
         default = "required" if field.is_required() else value
-        lines.append(f"| `{key}` | {type_text(field.annotation, field.metadata)} | {default} | {texts[key]} |")
-    return "\n".join(lines) + "\n" + nested
+        rows.append((f"`{key}`", type_text(field.annotation, field.metadata), default, texts[key]))
+    return f"\n## {name}\n\n{pages.table(('key', 'value', 'default', ''), rows, 'l')}{nested}"
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:
