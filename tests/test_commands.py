@@ -80,7 +80,7 @@ NOT_RUN = {
     r"--max-restarts( N)?$|--nproc-per-node 8$": "an option in a sentence, not a command",
     r"^octavo (calibrate|compare|export|init|inspect|plan|train|watch|plan --memory|compare --shrink)$": "a name",
     r"^(python -m compileall|tensorboard --logdir)$": "a name",
-    r"^octavo calibrate": "needs a GPU; without one it ends with an error, which tests/test_cli.py holds",
+    r"^octavo calibrate": "needs a GPU; without one it ends with an error, which tests/experiments/test_cli.py holds",
     r"^pytest": "the suite runs these tests",
     r"^make": "sets up environments, for minutes",
     r"^pip": "needs a registry",
@@ -281,7 +281,7 @@ MISTAKES = {
     "octavo train configs/nothing.toml": AssertionError, "make nothing": subprocess.CalledProcessError,
     "octavo train configs/demo.toml optim.learning=1": ConfigError, "pip install '.[nothing]'": AssertionError,
     "torchrun --nothing -m octavo train configs/demo.toml": SystemExit, "pytest tests/nothing.py": AssertionError,
-    "pytest tests/test_cli.py -k nothing_like_it": AssertionError, "sbatch examples/nothing.sh": AssertionError,
+    "pytest tests/test_docs.py -k nothing_like_it": AssertionError, "sbatch examples/nothing.sh": AssertionError,
     "python -m benchmarks linear --nothing": SystemExit, "cargo build": KeyError,
 }  # fmt: skip
 

@@ -6,17 +6,9 @@ from dataclasses import replace
 
 import fake_runs
 
-from octavo.inspect.findings import OPERANDS, OperandStats
+from octavo.inspect.findings import OPERANDS
 from octavo.train.disk import LOCK, lock
-from octavo.train.record.metrics import (
-    STATISTICS_FILE,
-    DataSize,
-    ExpectedStep,
-    RunResult,
-    RunSetup,
-    StepMetrics,
-    read_metrics,
-)
+from octavo.train.record.metrics import DataSize, ExpectedStep, RunResult, RunSetup, StepMetrics, read_metrics
 
 EXPECTED = ExpectedStep(
     gpu="H100 SXM", flops=1e15, bf16_flops=989e12, fp8_flops=1979e12, memory=45 * 2**30, tokens_per_s=1100.0
@@ -62,15 +54,9 @@ class ReplayedRun:
 
     def sample(self, *steps, layers=("layers.0.q_proj", "layers.1.q_proj"), **values):
         """Append the statistics of some steps."""
-        fields = {"recipe": "rowwise", "elements": 64, "nonfinite": 0, "amax": 4.0, "smallest": 0.5}
-        fields |= {"scale_spread": 1.0, "underflow": 0.0, "saturation": 0.0, "sqnr": 31.0} | values
-        rows = [
-            OperandStats(step=step, layer=layer, operand=operand, **fields)
-            for step in steps
-            for layer in layers
-            for operand in OPERANDS
-        ]
-        self.append("".join(json.dumps(row.to_json()) + "\n" for row in rows), STATISTICS_FILE)
+        for step in steps:
+            rows = [fake_runs.operand(step, layer, operand, **values) for layer in layers for operand in OPERANDS]
+            fake_runs.sample(self.folder, *rows)
 
     def append(self, text, name="metrics.jsonl"):
         """Append text to a file, as a write that is cut anywhere."""

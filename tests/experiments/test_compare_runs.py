@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 from tiny_runs import At, Recorder, fail
-from typer.testing import CliRunner
 
-from octavo.cli import app
 from octavo.experiments import compare_runs as comparing
 from octavo.experiments.compare_report import to_json
 from octavo.experiments.compare_runs import compare, make_arms, parse_arm, parse_seeds
 from octavo.experiments.progress_bars import ProgressBars
 from octavo.train import ConfigError, RunResult, read_metrics
+from support.command import octavo, refused
 
 STEPS = 4
 FILES = ("compare.json", "report.html")
@@ -47,18 +46,6 @@ def finished(trained, tmp_path):
 def written(folder):
     """Every file with its content and time."""
     return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(Path(folder).rglob("*")) if p.is_file()}
-
-
-def octavo(*words):
-    return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
-
-
-def refused(result, *words):
-    message = " ".join(result.stderr.split())
-    assert result.exit_code == 2, (result.exit_code, result.output)
-    for word in words:
-        assert word in message
-    assert result.stdout == "" and "Traceback" not in message
 
 
 # --- what is given ---

@@ -2,7 +2,6 @@
 
 import json
 import math
-from unittest.mock import Mock
 
 import fake_runs
 import pytest
@@ -12,24 +11,19 @@ from octavo.experiments.charts import COLOUR_LEVELS
 from octavo.experiments.heatmap import COLUMNS, ROWS, heatmaps
 from octavo.experiments.page import pack
 from octavo.experiments.run_report import write_report
-from octavo.inspect.findings import OPERANDS, QUANTILES, OperandStats
-from octavo.train.record.metrics import StatisticsWriter
+from octavo.inspect.findings import OPERANDS, QUANTILES
 
 KINDS = ("self_attn.q_proj", "mlp.down_proj")
 
 
-def row(step=1, block=0, kind=KINDS[0], operand="x", **changes):
-    fields = {"sqnr": 31.0, "underflow": 0.0, "amax": 4.0, "nonfinite": 0}
-    return OperandStats(
-        step=step, layer=f"model.layers.{block}.{kind}", operand=operand, recipe="rowwise", elements=64, smallest=0.5,
-        scale_spread=1.0, saturation=0.0, **fields | changes,
-    )  # fmt: skip
+def layer_of(block, kind):
+    return f"model.layers.{block}.{kind}"
 
 
 def run_of(blocks=2, steps=3, kinds=KINDS, operands=OPERANDS, changed=None):
     changed = changed or {}
     return [
-        row(step, block, kind, operand, **changed.get((step, block, kind, operand), {}))
+        fake_runs.operand(step, layer_of(block, kind), operand, **changed.get((step, block, kind, operand), {}))
         for step in range(1, steps + 1)
         for block in range(blocks)
         for kind in kinds
@@ -53,7 +47,8 @@ def labels(chart):
 def test_channel_scales_of_the_last_sample():
     rows = run_of(operands=("x", "w"))
     scales = tuple(float(place - 3) for place in range(QUANTILES))
-    rows += [row(step=step, kind=KINDS[1], channel_scales=[s + step for s in scales]) for step in (4, 5)]
+    layer = layer_of(0, KINDS[1])
+    rows += [fake_runs.operand(step, layer, channel_scales=[s + step for s in scales]) for step in (4, 5)]
     *_, chart = heatmaps(rows)
     assert (chart.title, chart.unit) == ("Channel scales", "log2 by layer and percentile, one panel per operand")
     assert labels(chart) == ["mlp.down_proj"]
@@ -118,7 +113,7 @@ def test_the_report_has_maps_and_findings_of_runs_that_looked(tmp_path):
     assert "operands of" not in write_report([folder], tmp_path / "before").read_text(encoding="utf-8")
 
     rows = run_of(changed={(2, 1, KINDS[0], "w"): {"sqnr": 11.0}})
-    StatisticsWriter(folder, after_step=0, board=Mock()).write(rows)
+    fake_runs.sample(folder, *rows)
     html = write_report([folder], tmp_path / "after").read_text(encoding="utf-8")
     text = text_of(html)
     assert "What FP8 does to the operands of" in text

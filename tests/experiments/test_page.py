@@ -2,7 +2,6 @@
 
 import re
 from html import unescape
-from unittest.mock import Mock
 
 import fake_runs
 import pytest
@@ -12,8 +11,8 @@ from test_run_report import charts_of, unpack
 
 from octavo.experiments.logged_run import read_run
 from octavo.experiments.page import pack, render
-from octavo.experiments.run_report import page_context, write_report
-from octavo.train.record.metrics import RunResult, StatisticsWriter
+from octavo.experiments.run_report import page_context
+from octavo.train.record.metrics import RunResult
 
 needs_browser = pytest.mark.skipif(browser.find() is None, reason=f"no Chromium is installed: {browser.INSTALL}")
 NAMES = ("<script>alert(1)</script>", "</script>", "$x$ & <b>bold</b>", "🐙" * 3, "n" * 200)
@@ -47,7 +46,7 @@ def test_a_browser_draws_every_chart_and_reports_no_error(tmp_path, options):
     lines[7] = re.sub(r'"loss": [\d.]+', '"loss": null', lines[7])
     (runs[3] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     rows = run_of(changed={(2, 1, KINDS[0], "w"): {"nonfinite": 2}})
-    StatisticsWriter(runs[0], after_step=0, board=Mock()).write(rows)
+    fake_runs.sample(runs[0], *rows)
     logged = [read_run(run, RunResult.read(run), slot) for slot, run in enumerate(runs)]
     (page := tmp_path / "report.html").write_text(render("report.html.j2", **page_context(logged)), encoding="utf-8")
     count = len(charts_of(page.read_text(encoding="utf-8")))

@@ -8,14 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForImageTextToText
-from typer.testing import CliRunner
 
-from octavo.cli import app
 from octavo.experiments import fit_layout as fitting
 from octavo.experiments.fit_layout import Search, fit_layout
 from octavo.experiments.ready_models import PlannedStep, StepLayout, ready_model, ready_models, render, step_table
 from octavo.train.config.run_config import ConfigError, load_config, parse_config
 from octavo.train.config.sections import OF_IMAGES
+from support.command import octavo, refused
 
 PUBLISHED = {
     "llama2-7b": 6.74, "llama2-13b": 13.02, "llama3-8b": 8.03, "llama3-70b": 70.55, "qwen3-8b": 8.19,
@@ -176,36 +175,32 @@ def test_bf16_has_a_layout_of_its_own(planner):
     assert steps[1].layout is not None and steps[1].layout.sequences == 1
 
 
-def init(*words):
-    return CliRunner().invoke(app, ["init", *words])
-
-
-def test_init_is_for_gpus_with_fp8():
-    done = init("--model", "llama3-8b", "--gpu", "a100")
-    assert done.exit_code == 2 and "A100 SXM 80 GB has no FP8 products" in done.stderr, done.stderr
-    assert "did you mean 'h100'" in init("--model", "llama3-8b", "--gpu", "h10").stderr
-
-
-def test_init_lists_models_and_names_the_nearest():
-    listed = init("--list")
-    assert listed.exit_code == 0 and [line.split()[0] for line in listed.stdout.splitlines()] == list(ready_models())
-    wrong = init("--model", "LLama3-8B-instruct")
-    assert wrong.exit_code == 2 and "did you mean 'llama3-8b'" in wrong.stderr
-    unlike = init("--model", "zzz")
-    assert unlike.exit_code == 2 and "there are llama2-7b, llama2-13b" in unlike.stderr
-    assert "octavo init --list" in init().stderr
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "llama3-8b", "--gpu", "a100"], "A100 SXM 80 GB has no FP8 products"),
+        (["--model", "llama3-8b", "--gpu", "h10"], "did you mean 'h100'"),
+        (["--model", "LLama3-8B-instruct"], "did you mean 'llama3-8b'"),
+        (["--model", "zzz"], "there are llama2-7b, llama2-13b"), ([], "octavo init --list"),
+    ],
+)  # fmt: skip
+def test_what_init_does_not_know(words, message):
+    refused(octavo("init", *words), message)
 
 
 def test_init_writes_once(planner, tmp_path, monkeypatch):
+    def init(*words):
+        return octavo("init", "--model", "llama3-8b", "--gpus", 8, *words)
+
     monkeypatch.chdir(tmp_path)
-    done = init("--model", "llama3-8b", "--gpus", "8")
-    assert done.exit_code == 0 and "octavo train llama3-8b.toml --shrink" in done.stdout, done.output
+    assert [line.split()[0] for line in octavo("init", "--list").stdout.splitlines()] == list(ready_models())
+    assert "octavo train llama3-8b.toml --shrink" in init().stdout
     path = tmp_path / "llama3-8b.toml"
     assert load_config(path).optim.batch == 512 and "--gpu h100 --gpus 8" in path.read_text()
     path.write_text("mine")
-    again = init("--model", "llama3-8b", "--gpus", "8")
-    assert again.exit_code == 2 and "add --force" in again.stderr and path.read_text() == "mine"
-    assert init("--model", "llama3-8b", "--gpus", "8", "--force").exit_code == 0 and path.read_text() != "mine"
-    other = init("--model", "llama3-8b", "--gpus", "8", "--out", "new folder/own.toml")
-    assert other.exit_code == 0 and "octavo plan 'new folder/own.toml'" in Path("new folder/own.toml").read_text()
-    assert "is a folder" in init("--model", "llama3-8b", "--out", "new folder").stderr
+    refused(init(), "add --force")
+    assert path.read_text() == "mine"
+    assert init("--force").exit_code == 0 and path.read_text() != "mine"
+    assert init("--out", "new folder/own.toml").exit_code == 0
+    assert "octavo plan 'new folder/own.toml'" in Path("new folder/own.toml").read_text()
+    refused(init("--out", "new folder"), "is a folder")

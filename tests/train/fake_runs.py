@@ -4,8 +4,11 @@ import dataclasses
 import json
 import math
 import random
+import sys
+from unittest.mock import Mock
 
-from octavo.train.record.metrics import Losses, RunResult, StepMetrics, StepTotals
+from octavo.inspect.findings import OperandStats
+from octavo.train.record.metrics import Losses, RunResult, StatisticsWriter, StepMetrics, StepTotals
 
 CONFIG = """
 run = {{name = "{name}", seed = 0, steps = {steps}, out = "{out}"}}
@@ -32,6 +35,20 @@ def result(arm="bf16", tail=3.0, **changes):
 def step(number=1, loss=3.0, **changes):
     fields = {"lr": 1e-3, "grad_norm": 1.0, "loss_scale": None, "step_s": 1.0, "tokens_per_s": 1.0}
     return StepMetrics(**{"step": number, "tokens": number, "loss": loss, "skipped": loss is None} | fields | changes)
+
+
+def operand(step=1, layer="layers.0", operand="x", **changes):
+    """The statistics of an operand in one step."""
+    fields = {
+        "recipe": "rowwise", "elements": 64, "nonfinite": 0, "amax": 4.0, "smallest": 0.5, "scale_spread": 2.0,
+        "underflow": 0.0, "saturation": 0.0, "sqnr": 31.0, "what_if": {"mxfp8": 30.5},
+    }  # fmt: skip
+    return OperandStats(step=step, layer=layer, operand=operand, **fields | changes)
+
+
+def sample(folder, *rows):
+    """Write statistics behind those that a run has."""
+    StatisticsWriter(folder, after_step=sys.maxsize, board=Mock()).write(list(rows))
 
 
 def folder(path, arm="bf16", *, steps=100, shift=0.0, lr=3e-3, **changes):

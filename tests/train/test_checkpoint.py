@@ -16,9 +16,7 @@ from safetensors.torch import load_file
 from tiny_runs import GROUPS, LLAMA, ONE_BLOCK, flip, job, make_trainer
 from tiny_runs import load as load_data
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from octavo.cli import app
 from octavo.kernels import quantize
 from octavo.nn import change_recipe
 from octavo.numerics import RECIPES
@@ -30,6 +28,7 @@ from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
 from octavo.train.checkpoint.store import check_same_model, load_checkpoint, read_trainer_state
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, resume_of
 from octavo.train.config.sections import CHANGEABLE_ON_RESUME, IGNORED_ON_RESUME
+from support.command import octavo
 
 
 def test_only_the_newest_are_kept(make_config, tmp_path):
@@ -443,6 +442,6 @@ def test_sigterm_leaves_nothing(trained_in_fp8, tmp_path, monkeypatch):
 
     handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("octavo.train.checkpoint.export.write", terminated)
-    result = CliRunner().invoke(app, ["export", str(trained_in_fp8[1]), str(tmp_path / "out")])
+    result = octavo("export", trained_in_fp8[1], tmp_path / "out")
     assert result.exit_code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))

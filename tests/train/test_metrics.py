@@ -12,7 +12,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_runs import LLAMA
 
 from octavo.experiments.run_report import write_report
-from octavo.inspect.findings import OperandStats
 from octavo.train import ConfigError, loop, run
 from octavo.train.loop import expected_step, with_gauges
 from octavo.train.record.metrics import (
@@ -112,10 +111,7 @@ ROWS = {
         "step_s": 1.0, "tokens_per_s": 64.0,
     },
     "events.jsonl": {"step": 3, "event": "rollback", "text": "", "to": 2, "rollbacks": 1, "skipped_batches": 1},
-    "statistics.jsonl": OperandStats(
-        step=1, layer="a", operand="x", recipe="rowwise", elements=9, nonfinite=0, amax=1.0, smallest=1e-3,
-        scale_spread=2.0, underflow=0.0, saturation=0.0, sqnr=30.0, what_if={"tensorwise": 20.0},
-    ).to_json(),
+    "statistics.jsonl": fake_runs.operand().to_json(),
 }  # fmt: skip
 READERS = {"metrics.jsonl": read_metrics, "events.jsonl": read_events, "statistics.jsonl": read_statistics}
 CASES = [(name, field) for name, row in ROWS.items() for field in row]

@@ -11,10 +11,8 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 import octavo
-from octavo.cli import app
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics.plan import Plan
 from octavo.planner import auto_convert
@@ -36,6 +34,8 @@ from octavo.train.config.run_config import load_config
 from octavo.train.record.metrics import LOSS
 from octavo.train.run_plan import plan_configured, plan_memory, plan_step, planned_task
 from octavo.train.trainer import MIN_FUSED_NUMEL, Trainer, convert_run, with_activations
+from support.command import octavo as command
+from support.command import refused
 from whole_plans import all_blocks
 
 SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b.toml"
@@ -158,13 +158,6 @@ def test_a_local_checkpoint_is_planned_without_its_weights(tmp_path, make_config
     assert by_path.at_peak == by_type.at_peak
 
 
-@pytest.fixture
-def config_file(tmp_path, make_config):
-    path = tmp_path / "run.toml"
-    path.write_text(make_config().to_toml(), encoding="utf-8")
-    return path
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -185,9 +178,8 @@ def config_file(tmp_path, make_config):
         (["--memory", "optim.btach=8"], "did you mean 'batch'"),
     ],
 )
-def test_mistakes_on_the_command_line(config_file, arguments, message):
-    result = CliRunner().invoke(app, ["plan", str(config_file), *arguments])
-    assert result.exit_code == 2 and message in result.stderr
+def test_mistakes_on_the_command_line(arguments, message):
+    refused(command("plan", DEMO, *arguments), message)
 
 
 SHIPPED = [path for path in sorted(SEVEN_B.parent.glob("*.toml")) if load_config(path).data.task == "language"]
@@ -237,7 +229,7 @@ def test_this_configuration_is_what_train_converts(gpu, precision, monkeypatch):
     ids=lambda value: value.name if isinstance(value, Path) else None if isinstance(value, list) else value,
 )
 def test_every_shipped_configuration_is_planned_on_every_gpu(path, overrides, gpu, monkeypatch):
-    result = CliRunner().invoke(app, ["plan", str(path), *overrides, "--gpu", gpu, "--json"])
+    result = command("plan", path, *overrides, "--gpu", gpu, "--json")
     assert result.exit_code == 0, result.output
     recipes = {row["name"]: row["recipe"]["name"] for row in json.loads(result.stdout)["configured"]["modules"]
              if row["recipe"]}  # fmt: skip

@@ -8,14 +8,13 @@ import pytest
 import torch
 from tiny_runs import sentences
 from transformers import AutoConfig, AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from octavo.cli import app
 from octavo.nn.convert import rule_plan
 from octavo.numerics.suggestions import pattern
 from octavo.train.config.run_config import ConfigError, flat, load_config
 from octavo.train.config.shrink import SECTIONS, change_of, complete_config, shrink_model
 from octavo.train.record.metrics import RunResult, read_metrics
+from support.command import octavo
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ("demo", "own-data", "sft-demo")
@@ -156,8 +155,7 @@ def test_a_few_steps_run(name, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(sentences(3000))
     settings = ["run.steps=4", "optim.warmup=1", "run.device=cpu", *on(text, 32)]
-    words = ["train", str(CONFIGS / f"{name}.toml"), "--shrink", "--out", str(tmp_path / "run"), *settings]
-    done = CliRunner().invoke(app, words)
+    done = octavo("train", CONFIGS / f"{name}.toml", "--shrink", "--out", tmp_path / "run", *settings)
     assert done.exit_code == 0, done.output
     losses, result = [row.loss or math.inf for row in read_metrics(tmp_path / "run")], RunResult.read(tmp_path / "run")
     assert len(losses) == 4 and losses[-1] < losses[0]
@@ -166,13 +164,13 @@ def test_a_few_steps_run(name, tmp_path):
 
 @pytest.mark.slow
 def test_plan_and_compare_shrink_too(tmp_path):
-    config = str(CONFIGS / "llama3-8b.toml")
-    planned = CliRunner().invoke(app, ["plan", config, "--shrink", "--gpu", "h100", "--json"])
+    config = CONFIGS / "llama3-8b.toml"
+    planned = octavo("plan", config, "--shrink", "--gpu", "h100", "--json")
     assert planned.exit_code == 0 and json.loads(planned.stdout)["tokens"] == 4 * 128, planned.output
     text = tmp_path / "text.txt"
     text.write_text(sentences(3000))
     words = ["compare", config, "--shrink", *on(text, 16), "run.device=cpu", "run.steps=2", "optim.warmup=0"]
-    arms = ["--seeds", "2", "--arm", "bf16:precision.level=bf16", "--arm", "fp8", "--out", str(tmp_path / "out")]
-    compared = CliRunner().invoke(app, [*words, *arms])
+    arms = ["--seeds", "2", "--arm", "bf16:precision.level=bf16", "--arm", "fp8", "--out", tmp_path / "out"]
+    compared = octavo(*words, *arms)
     assert compared.exit_code in (0, 1, 3), compared.output
     assert all("model.config.hidden_size 4096 → 256" in result.stderr for result in (planned, compared))

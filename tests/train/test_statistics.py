@@ -3,14 +3,14 @@
 import json
 import math
 import time
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
+from fake_runs import operand, sample
 from tiny_runs import At, curve, fail, make_trainer
 
 from octavo.experiments.demo import demo_configs
-from octavo.inspect.findings import OPERANDS, OperandStats
+from octavo.inspect.findings import OPERANDS
 from octavo.train import run
 from octavo.train.record.metrics import STATISTICS_FILE, StatisticsWriter, read_statistics, statistics_of
 
@@ -61,27 +61,21 @@ def test_a_run_in_bf16_shows_what_fp8_would_do(make_config, tmp_path):
     assert {row.recipe for row in rows} == {"bf16"} and all(row.sqnr > 25 for row in rows)
 
 
-ROW = OperandStats(
-    step=2, layer="a", operand="x", recipe="rowwise", elements=4, nonfinite=0, amax=1.0, smallest=0.5,
-    scale_spread=1.0, underflow=0.0, saturation=0.0, sqnr=math.inf, what_if={"mxfp8": 30.0},
-)  # fmt: skip
-
-
 def test_what_is_not_finite_is_in_the_file_and_not_on_the_board(tmp_path):
     board = Mock()
     writer = StatisticsWriter(tmp_path, after_step=0, board=board)
-    writer.write([ROW, replace(ROW, operand="w", sqnr=math.nan)])
+    row = operand(sqnr=math.inf)
+    writer.write([row, operand(operand="w", sqnr=math.nan)])
     lines = (tmp_path / STATISTICS_FILE).read_text().splitlines()
     assert [json.loads(line, parse_constant=pytest.fail)["sqnr"] for line in lines] == ["inf", None]
-    assert read_statistics(tmp_path)[0] == ROW
+    assert read_statistics(tmp_path)[0] == row
     scalars = [call.args[1] for call in board.add_scalar.call_args_list]
     assert scalars and all(map(math.isfinite, scalars))
 
 
 def test_statistics_of_a_checkpoint_are_those_before_it(tmp_path):
-    writer = StatisticsWriter(tmp_path, after_step=0, board=Mock())
-    writer.write([ROW])
-    writer.write([replace(ROW, step=4)])
+    for step in (2, 4):
+        sample(tmp_path, operand(step))
     assert [row.step for row in statistics_of(tmp_path)] == [2, 4]
     assert [row.step for row in statistics_of(tmp_path / "checkpoints" / "step-000003")] == [2]
     with pytest.raises(ValueError, match="there is no folder .*elsewhere"):
