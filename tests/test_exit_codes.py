@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import NoneType
+from types import NoneType, SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -30,41 +30,48 @@ def losses(tmp_path):
     return paths
 
 
-CLOSED, ABSENT, FULL = "a closed pipe", "no stdout", "a full disk"
+CLOSED, BOTH, ABSENT, FULL = "a closed pipe", "both closed", "no stdout", "a full disk"
 DRIVER = """
-import json, os, sys
-import octavo.inspect
+import atexit, importlib, json, os, sys
 from octavo import cli
 
+HEAVY = {"torch", "numpy", "triton", "transformers", "octavo.train", "pydantic", "rich"}
+cases, *preloaded = map(json.loads, sys.argv[1:])
+for name in preloaded:
+    importlib.import_module(name)
 ends = []
-for where, words in json.loads(sys.argv[1]):
-    errors, messages = os.pipe()
+for where, words, variables in cases:
+    pipes = [os.pipe() for _ in range(3)]
     if not (child := os.fork()):
-        os.dup2(messages, 2)
-        if where == "no stdout":
-            sys.stdout = None
-        elif where == "a full disk":
-            os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-        else:
-            read, write = os.pipe()
+        output, errors, modules = (write for _, write in pipes)
+        if where == "a full disk":
+            output = os.open("/dev/full", os.O_WRONLY)
+        if "closed" in where:
+            read, output = os.pipe()
             os.close(read)
-            os.dup2(write, 1)
-            if where != "a closed pipe":
-                os.dup2(write, 2)
+        os.dup2(output, 1)
+        os.dup2(output if where == "both closed" else errors, 2)
+        sys.stdout = None if where == "no stdout" else sys.stdout
+        os.environ |= variables
         sys.argv = ["octavo", *words]
+        atexit.register(lambda: os.write(modules, json.dumps(sorted(HEAVY & set(sys.modules))).encode()))
         cli.main()  # and out, as the command does
-    os.close(messages)
-    with os.fdopen(errors) as file:
-        ends.append([file.read(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])])
+    texts = []
+    for read, write in pipes:
+        os.close(write)
+        with os.fdopen(read) as file:
+            texts.append(file.read())
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    ends.append({"code": code, "output": texts[0], "errors": texts[1], "heavy": json.loads(texts[2])})
 print(json.dumps(ends))
 """
 
 
-def ends(cases):
-    """Exit codes and stderr of the command with a stdout that takes nothing; of all cases from one start of Python."""
-    command = [sys.executable, "-c", DRIVER, json.dumps(cases)]
+def ends(cases, *preloaded):
+    """How the command ends in each case: what becomes of stdout, words, variables. One start of Python for all."""
+    command = [sys.executable, "-c", DRIVER, *map(json.dumps, (cases, *preloaded))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
-    return [(code, message) for message, code in json.loads(done.stdout)]
+    return [SimpleNamespace(**end) for end in json.loads(done.stdout)]
 
 
 @pytest.mark.slow
@@ -73,20 +80,20 @@ def test_what_becomes_of_output_nobody_reads(losses):
     verdicts = [("pass", []), ("worse", []), ("worse", ["--json"]), ("inconclusive", ["--json"])]
     cases = [(CLOSED, ["compare", "--losses", losses[name], *form]) for name, form in verdicts]
     cases += [(CLOSED, ["compare", "--help"]), (CLOSED, ["--version"])]
-    closed, absent = ("both closed", ABSENT)
-    cases += [(closed, ["compare", "--losses", losses["pass"]]), (absent, ["compare", "--losses", losses["worse"]])]
-    cases += [(closed, ["compare", "--losses", "none.json"])]
+    cases += [(BOTH, ["compare", "--losses", losses["pass"]]), (ABSENT, ["compare", "--losses", losses["worse"]])]
+    cases += [(BOTH, ["compare", "--losses", "none.json"])]
     expected = [CODES[name] for name, _ in verdicts] + [141, 141, 0, 1, 141]
-    for case, code, end in zip(cases, expected, ends(cases), strict=True):
-        assert end == (code, ""), case
+    cases = [(*case, {}) for case in cases]
+    for case, code, end in zip(cases, expected, ends(cases, "octavo.inspect"), strict=True):
+        assert (end.code, end.errors) == (code, ""), case
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
 @pytest.mark.slow
 def test_an_output_that_cannot_be_written_is_a_mistake(losses):
-    cases = [(FULL, ["compare", "--losses", losses["worse"], "--json"]), (FULL, ["--version"])]
-    for code, message in ends(cases):
-        assert code == 2 and message.count("No space left") == 1 and "Exception ignored" not in message
+    cases = [(FULL, ["compare", "--losses", losses["worse"], "--json"], {}), (FULL, ["--version"], {})]
+    for end in ends(cases, "octavo.inspect"):
+        assert end.code == 2 and end.errors.count("No space left") == 1 and "Exception ignored" not in end.errors
 
 
 @pytest.mark.parametrize(
@@ -142,53 +149,15 @@ def test_completion_is_shown_and_installed(option, expected, tmp_path):
 # --- what the command imports for help, the version and completion in a shell: little, so that it is quick ---
 
 
-START = """
-import json, os, sys
-import octavo.__main__, octavo.cli
-
-HEAVY = {"torch", "numpy", "triton", "transformers", "octavo.train", "pydantic", "rich"}
-for words, variables in json.loads(sys.argv[1]):
-    read, write = os.pipe()
-    if not os.fork():
-        os.dup2(write, 1)
-        os.environ |= variables
-        sys.argv = ["octavo", *words]
-        try:
-            octavo.__main__.main()
-        except SystemExit as end:
-            print("\\n", json.dumps([end.code, sorted(HEAVY & set(sys.modules))]), flush=True)
-        os._exit(0)
-    os.close(write)
-    os.wait()
-    with os.fdopen(read) as output:
-        print(json.dumps(output.read()))
-"""
-
-
-def starts(cases):
-    """Return the output, exit code and heavy modules of the command for each case, its words and variables."""
-    command = [sys.executable, "-c", START, json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    commands = []
-    for line in done.stdout.splitlines():
-        output, _, end = json.loads(line).rstrip().rpartition("\n")
-        commands.append((output.rstrip(), *json.loads(end)))
-    return commands
-
-
 @pytest.mark.thorough
 def test_every_command_shows_its_help_without_torch():
     commands = [info.name or info.callback.__name__ for info in app.registered_commands]
-    cases = [(["--help"], {}), *(([name, "--help"], {}) for name in commands)]
     assert len(commands) >= 8
-    for (words, _), (output, code, heavy) in zip(cases, starts(cases), strict=True):
-        assert (code, heavy) == (0, []), words
-        assert "Usage: octavo" in output
-        if words == ["--help"]:
-            assert all(text in output for text in ("Train PyTorch models in FP8", "train ", "doctor ", "Examples"))
-        else:
-            assert output.count(f"octavo {words[0]}") >= 3, words  # usage, two examples
+    whole, *others = ends([("", [*name, "--help"], {}) for name in ([], *zip(commands, strict=True))])
+    assert all(text in whole.output for text in ("Train PyTorch models in FP8", "train ", "doctor ", "Examples"))
+    for name, end in zip(["", *commands], [whole, *others], strict=True):
+        assert (end.code, end.heavy, end.errors) == (0, [], "") and "Usage: octavo" in end.output, name
+        assert not name or end.output.count(f"octavo {name}") >= 3, name  # usage, two examples
 
 
 def test_the_version_needs_no_package():
@@ -200,13 +169,16 @@ def test_the_version_needs_no_package():
     assert done.stdout == f"octavo {octavo.__version__}\nset()\n", done.stderr
 
 
+KINDS = ("bash", "zsh", "fish")
+
+
 def line(text, shell="bash"):
     """The case of a line of which a shell completes the last word."""
     words = text.split(" ")
     variables = {"COMP_WORDS": text, "COMP_CWORD": str(len(words) - 1)}
     if shell != "bash":
         variables = {"_TYPER_COMPLETE_ARGS": text, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    return [], variables | {"_OCTAVO_COMPLETE": f"complete_{shell}"}
+    return "", [], variables | {"_OCTAVO_COMPLETE": f"complete_{shell}"}
 
 
 def test_shells_complete_commands_options_and_settings():
@@ -216,16 +188,13 @@ def test_shells_complete_commands_options_and_settings():
         ("octavo train c.toml --re", "bash", ["--resume"]),
         ("octavo init --model qw", "bash", ["qwen3-8b", "qwen3-30b-a3b"]),
         ("octavo train c.toml optim.w", "bash", ["optim.weight_decay=", "optim.warmup="]),
-        *(
-            (settings, shell, ["inspect.limits.sqnr=", "inspect.limits.saturation="])
-            for shell in ("bash", "zsh", "fish")
-        ),
     ]
-    ends = starts([line(text, shell) for text, shell, _ in expected])
-    for (text, shell, words), (output, code, heavy) in zip(expected, ends, strict=True):
-        assert (code, heavy) == (0, []), text
-        assert all(word in output for word in words), (text, shell, output)
-        assert output.split() == words or shell != "bash"
+    expected += [(settings, kind, ["inspect.limits.sqnr=", "inspect.limits.saturation="]) for kind in KINDS]
+    completed = ends([line(text, shell) for text, shell, _ in expected])
+    for (text, shell, words), end in zip(expected, completed, strict=True):
+        assert (end.code, end.heavy) == (0, []), text
+        assert all(word in end.output for word in words), (text, shell, end.output)
+        assert end.output.split() == words or shell != "bash"
 
 
 def test_every_setting_is_completed():

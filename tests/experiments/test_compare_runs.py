@@ -48,6 +48,11 @@ def written(folder):
     return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
+def command(config, out, *arms, seeds=2):
+    arms = [word for arm in arms or ARMS for word in ("--arm", arm)]
+    return ["compare", config, "--seeds", seeds, "--out", out, *arms]
+
+
 # --- what is given ---
 
 
@@ -126,10 +131,7 @@ def test_arms_that_cannot_be_compared_are_refused(config, arms, words):
 def test_a_comparison_from_the_command_line(config, tmp_path):
     """Runs of a seed start alike, everything is written, and the same command trains nothing anew."""
     out = tmp_path / "out"
-    words = ["compare", config, "--seeds", "2", "--out", out]
-    for arm in ARMS:
-        words += ["--arm", arm]
-    first = octavo(*words)
+    first = octavo(*command(config, out))
     read = json.loads((out / "compare.json").read_text())
     assert first.exit_code == read["exit_code"] == {"worse": 1, "inconclusive": 3}.get(read["arms"][1]["verdict"], 0)
     assert "rowwise-seed4 (4/4)  step 4/4" in first.stderr
@@ -146,7 +148,7 @@ def test_a_comparison_from_the_command_line(config, tmp_path):
     whole = sum(base.values()) / 2
     assert read["arms"][1]["gaps_percent"]["3"] == pytest.approx(100 * (rowwise["3"] - base["3"]) / whole)
     before = {path: kept for folder in folders for path, kept in written(folder).items()}
-    assert octavo(*words).exit_code == first.exit_code
+    assert octavo(*command(config, out)).exit_code == first.exit_code
     assert before == {path: kept for folder in folders for path, kept in written(folder).items()}
     assert json.loads((out / "compare.json").read_text()) == read
 
@@ -180,7 +182,7 @@ def test_an_interrupted_comparison_goes_on(config, trained, tmp_path):
 
 
 def test_sigterm_saves_and_says_how_to_go_on(config, tmp_path, monkeypatch):
-    words = ["compare", config, "--seeds", "2", "--out", tmp_path / "my out", "--arm", "bf16", "--arm", ARMS[1]]
+    words = command(config, tmp_path / "my out")
     monkeypatch.setattr("sys.argv", ["octavo", *map(str, words)])
     seen = []
 
@@ -202,32 +204,28 @@ def test_sigterm_saves_and_says_how_to_go_on(config, tmp_path, monkeypatch):
 
 
 def test_a_run_that_diverges_is_a_result(config, tmp_path):
-    words = ["compare", config, "--seeds", "2", "--out", tmp_path / "out", "--arm", "a", "--arm",
-             "b:optim.lr=1e38 optim.clip=0"]  # fmt: skip
-    result = octavo(*words)
+    arms = "a", "b:optim.lr=1e38 optim.clip=0"
+    result = octavo(*command(config, tmp_path / "out", *arms))
     assert result.exit_code == 3, result.output
     assert "b failed (diverged, or ended above twice the baseline's loss) on seeds 3, 4." in " ".join(
         result.stdout.split()
     )
     assert "not finite" in result.stderr
     before = written(tmp_path / "out/b-seed3")
-    words[3] = "3"
-    assert octavo(*words).exit_code == 1
+    assert octavo(*command(config, tmp_path / "out", *arms, seeds=3)).exit_code == 1
     assert written(tmp_path / "out/b-seed3") == before  # it has ended
 
 
 def test_the_plan_stays_what_it_was(config, tmp_path):
     """It is that of the first report; another raises an error, and more seeds are marked."""
-    words = ["compare", config, "--out", tmp_path / "out", "--arm", "a", "--arm", "b", "--json"]
-    result = octavo(*words, "--seeds", "2", "--max-seeds", "2")
+    result = octavo(*command(config, tmp_path / "out", "a", "b"), "--max-seeds", "2", "--json")
     read = json.loads(result.stdout)
     assert result.exit_code == 0 and read["planned_seeds"] == 2
     assert read["arms"][1]["gaps_percent"] == {"3": 0.0, "4": 0.0}  # the same arm twice, to the last digit
-    refused(
-        octavo(*words, "--seeds", "3", "--max-seeds", "3"), "was planned for at most 2 seeds", "Leave out --max-seeds 3"
-    )
+    more = command(config, tmp_path / "out", "a", "b", seeds=3)
+    refused(octavo(*more, "--max-seeds", "3"), "was planned for at most 2 seeds", "Leave out --max-seeds 3")
     assert not (tmp_path / "out/a-seed5").exists()
-    read = json.loads(octavo(*words, "--seeds", "3").stdout)
+    read = json.loads(octavo(*more, "--json").stdout)
     assert (read["planned_seeds"], read["extended"]) == (2, True)
     assert read == json.loads((tmp_path / "out/compare.json").read_text())
 
@@ -291,29 +289,23 @@ def test_losses_and_runs_do_not_mix(config, tmp_path):
 
 @pytest.mark.thorough
 def test_a_folder_of_something_else_is_left_as_it_is(config, finished, tmp_path):
-    out, (base, arm) = finished, ARMS
-    words = ["compare", config, "--seeds", "2", "--out", out, "--arm", base, "--arm", arm]
-    before = written(out)
-    refused(
-        octavo(*words, "optim.lr=0.5"), "bf16-seed3 holds a run of another configuration", "optim.lr is 0.01 there, 0.5"
-    )
-    refused(
-        octavo(*words[:-1], "rowwise:precision.level=fp8+activations"),
-        "rowwise-seed3",
-        "precision.level is 'fp8' there, 'fp8+activations' here",
-    )
-    assert written(out) == before
+    before = written(finished)
+    other_lr = octavo(*command(config, finished), "optim.lr=0.5")
+    refused(other_lr, "bf16-seed3 holds a run of another configuration", "optim.lr is 0.01 there, 0.5")
+    other_level = octavo(*command(config, finished, "bf16", "rowwise:precision.level=fp8+activations"))
+    refused(other_level, "rowwise-seed3", "precision.level is 'fp8' there, 'fp8+activations' here")
+    assert written(finished) == before
     for name in ("report.html", "config.toml"):
         mine = tmp_path / name.partition(".")[0]
         mine.mkdir()
         (mine / name).write_text("mine")
-        refused(octavo(*words[:5], mine, *words[6:]), f"{mine} holds {name} but no compare.json")
+        refused(octavo(*command(config, mine)), f"{mine} holds {name} but no compare.json")
         assert [path.name for path in mine.iterdir()] == [name]
     (tmp_path / "third/rowwise-seed4").mkdir(parents=True)
     (tmp_path / "third/rowwise-seed4/notes.txt").write_text("mine")
-    refused(octavo(*words[:5], tmp_path / "third", *words[6:]), "rowwise-seed4 has files but no config.toml")
+    refused(octavo(*command(config, tmp_path / "third")), "rowwise-seed4 has files but no config.toml")
     assert len(written(tmp_path / "third")) == 1
-    refused(octavo(*words[:5], config, *words[6:]), "is a file")
+    refused(octavo(*command(config, config)), "is a file")
 
 
 @pytest.mark.thorough

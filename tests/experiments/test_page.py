@@ -11,7 +11,7 @@ from test_run_report import charts_of, unpack
 
 from octavo.experiments.logged_run import read_run
 from octavo.experiments.page import pack, render
-from octavo.experiments.run_report import page_context
+from octavo.experiments.run_report import page_context, write_report
 from octavo.train.record.metrics import RunResult
 
 needs_browser = pytest.mark.skipif(browser.find() is None, reason=f"no Chromium is installed: {browser.INSTALL}")

@@ -13,8 +13,6 @@ import urllib.request
 from benchmarks import browser
 
 INSTALL = "apt-get install chromium chromium-driver"
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
-"""Key of an element in WebDriver's JSON."""
 
 
 def missing():
@@ -67,20 +65,13 @@ class Driver:
         """Run the body of a JavaScript function; returns what it returns."""
         return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
-    def click(self, selector):
-        found = self._call("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT]
-        self._call("POST", f"/element/{found}/click", {})
-
     def text(self, selector="body"):
         return str(self.run("return document.querySelector(arguments[0]).innerText", selector))
 
     def wait(self, condition, seconds=30.0):
-        self.until(lambda: bool(self.run(f"return {condition}")), condition, seconds)
-
-    def until(self, condition, what, seconds=30.0):
         end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, f"not after {seconds} s: {what}\n{self.text()[:2000]}"
+        while not self.run(f"return {condition}"):
+            assert time.monotonic() < end, f"not after {seconds} s: {condition}\n{self.text()[:2000]}"
             time.sleep(0.1)
 
     def messages(self):

@@ -9,6 +9,7 @@ from tensorboard.summary.writer import event_file_writer
 from tiny_runs import LLAMA, MIXTRAL, PIPELINE, WIDE_LLAMA, load, put_texts, sentences
 
 from octavo.train.config.run_config import ConfigError, parse_config
+from octavo.train.model import build_model
 from processes import gloo  # noqa: F401  a fixture
 
 with warnings.catch_warnings():
@@ -69,6 +70,16 @@ def read(make_config):
     return lambda source, seen=None, **keys: load(make_config(data={"source": str(source)} | keys), seen)
 
 
+@pytest.fixture
+def saved_model(make_config, tmp_path):
+    """The folder of an untrained model and its tokenizer."""
+    config = make_config(precision={"parameters": "fp32"})
+    tokenizer = load(config).tokenizer
+    build_model(config, tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save(tmp_path / "model")
+    return tmp_path / "model"
+
+
 @pytest.fixture(scope="session")
 def refuse(read):
     def refuse(source, message, **keys):
@@ -93,14 +104,15 @@ def tables(make_config):
 
 @pytest.fixture(scope="session")
 def settings(tables):
-    """The same of a Llama, or a Mixtral, whose heads and features two ranks can share."""
+    """The same of a Llama, or a Mixtral, whose heads and features two ranks can share, with some fields changed."""
 
-    def make(family=None, **sections):
+    def make(family=None, fields=None, **sections):
         family = family or ("mixtral" if sections.get("parallel", {}).get("ep") else "llama")
         sections["optim"] = {"lr": 3e-4} | sections.get("optim", {})
         made = tables(**({"precision": {"level": "fp8"}} | sections))
         config = PIPELINE if sections.get("parallel", {}).get("pp") else WIDE_LLAMA
-        return made | {"model": {"type": family, "config": MIXTRAL if family == "mixtral" else config}}
+        config = MIXTRAL if family == "mixtral" else config
+        return made | {"model": {"type": family, "config": config | (fields or {})}}
 
     return make
 

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import GROUPS, LLAMA, ONE_BLOCK, flip, job, make_trainer
+from tiny_runs import GROUPS, LLAMA, ONE_BLOCK, flip, job, make_trainer, refused_run, rewrite
 from tiny_runs import load as load_data
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +22,7 @@ from octavo.nn import change_recipe
 from octavo.numerics import RECIPES
 from octavo.train import run
 from octavo.train.checkpoint import store as checkpoint
-from octavo.train.checkpoint.digests import check_digests, write_digests
+from octavo.train.checkpoint.digests import check_digests
 from octavo.train.checkpoint.export import export
 from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
 from octavo.train.checkpoint.store import check_same_model, load_checkpoint, read_trainer_state
@@ -108,15 +108,13 @@ def test_damaged_checkpoints_are_named(make_config, tmp_path):
     # What was damaged before its digests were written, or by who can write them.
     for name in ("optimizer.pt", "model.safetensors"):
         content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[:-50])
-        write_digests(folder, {})
+        rewrite(folder / name, content[:-50])
         with pytest.raises(ConfigError, match="is damaged"):
             load(trainer, folder)
         (folder / name).write_bytes(content)
     states = ({}, {"adamw": 3, "masters": {}}, [1], torch.ones(3), 3)
     for content in (b"", b"nonsense", *map(pickled, states)):
-        (folder / "optimizer.pt").write_bytes(content)
-        write_digests(folder, {})
+        rewrite(folder / "optimizer.pt", content)
         with pytest.raises(ConfigError, match=r"is damaged \(.*\): remove .*step-000000 to resume from the one before"):
             load(trainer, folder)
 
@@ -287,9 +285,7 @@ def test_a_damaged_folder_is_no_start(make_config, tmp_path, trained, kind):
     config = make_config(model={"path": str(start)}, run={"steps": 1}, optim={"warmup": 0})
     run(config, out=tmp_path / "good")
     flip(start / "model.safetensors", 30_000)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is not what was written"):
-        run(config, out=tmp_path / "bad")
-    assert not (tmp_path / "bad").exists()
+    refused_run(r"model\.safetensors is not what was written", config, tmp_path / "bad")
     (start / "digests.json").unlink()  # changed on purpose
     run(config, out=tmp_path / "on-purpose")
 
@@ -323,8 +319,8 @@ def test_a_changed_model_is_not_resumed(started, tmp_path):
     path, times = start / "config.json", (start / "config.json").stat()
     path.write_text(path.read_text().replace('"silu"', '"relu"'))  # of the same size
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(ConfigError, match="step-000001 holds another model: there hidden_act = .*, here "):
-        run(config, out=tmp_path / "out", resume=True)
+    message = "step-000001 holds another model: there hidden_act = .*, here "
+    refused_run(message, config, tmp_path / "out", resume=True)
 
 
 def test_the_order_of_keys_is_no_change(trained):
@@ -354,9 +350,8 @@ def test_changed_weights_at_the_start_do_not_matter_to_a_resume(started, tmp_pat
 def test_a_missing_package_stops_a_run_before_it_begins(make_config, tmp_path):
     for name in ("plotly", "tensorboard", "jinja2"):
         without = mock.patch("octavo.train.loop.find_spec", lambda asked, name=name: asked != name or None)
-        with without, pytest.raises(ConfigError, match=rf"{name} is not installed: pip install 'octavo\[train\]'"):
-            run(make_config(), out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        with without:
+            refused_run(rf"{name} is not installed: pip install 'octavo\[train\]'", make_config(), tmp_path / "out")
 
 
 @pytest.fixture
@@ -426,8 +421,7 @@ def test_mistakes_are_named_and_write_nothing(make_config, trained_in_fp8, tmp_p
     older = shutil.copytree(folder, tmp_path / "older")
     state = json.loads((older / "trainer.json").read_text())
     del state["recipes"]
-    (older / "trainer.json").write_text(json.dumps(state))
-    write_digests(older, {})
+    rewrite(older / "trainer.json", json.dumps(state))
     fails(older, "has no layer that computed in FP8")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
     fails(folder, "is damaged: model.safetensors is not what was written")

@@ -11,22 +11,24 @@ from copy import deepcopy
 from importlib import import_module
 
 import pytest
+import tiny_runs
 import torch
 from test_faults import AUTOPILOT_ON, models_with, outlier
-from tiny_runs import LLAMA, Recorder
+from tiny_runs import LLAMA, make_trainer, recorded, slow
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import octavo
+from live_tensors import bytes_left_by
 from octavo.nn.equalized import compiled_pass, equalizer_of
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import sqnr
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import run_eagerly
 from octavo.train import compiled_blocks, run
-from octavo.train.compiled_blocks import CompiledBlocks
+from octavo.train.compiled_blocks import Checkpointing, CompiledBlocks, find_blocks
 from octavo.train.config.run_config import ConfigError
-from octavo.train.record.metrics import read_metrics
+from support.dispatch_modes import Passing
 
 CHECKPOINTING = ("full", "selective")
 STORED = {"level": "fp8+activations"}
@@ -50,11 +52,10 @@ def both(make_config, tmp_path):
     """Runs a configuration eagerly and compiled. Returns the losses of both, and what the compiled run tells."""
 
     def runs(**sections):
-        recorder = Recorder()
-        for mode, progress in (("none", None), ("blocks", recorder)):
-            tables = sections | {"run": {"steps": 3} | sections.get("run", {}) | {"compile": mode}}
-            recorder.result = run(make_config(**tables), out=tmp_path / mode, progress=progress)
-        return *([row.loss for row in read_metrics(tmp_path / mode)] for mode in ("none", "blocks")), recorder
+        settings = {"steps": 3} | sections.pop("run", {})
+        modes = [settings | {"compile": mode} for mode in ("none", "blocks")]
+        both = [recorded(make_config(**sections, run=mode), tmp_path / mode["compile"]) for mode in modes]
+        return *([row.loss for row in recorder.rows] for recorder in both), both[1]
 
     return runs
 
@@ -65,7 +66,7 @@ def compiled(recorder):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("checkpointing", ["none", *(pytest.param(m, marks=pytest.mark.slow) for m in CHECKPOINTING)])
+@pytest.mark.parametrize("checkpointing", ["none", *map(slow, CHECKPOINTING)])
 def test_equal_blocks_are_one_graph_with_stored_activations(both, aot, checkpointing):
     eager, losses, recorder = both(precision=STORED | {"checkpointing": checkpointing})
     assert losses == pytest.approx(eager, abs=2e-3) and compiled(recorder) == [1]
@@ -102,11 +103,9 @@ def test_evaluation_has_graphs_and_samples_have_none(both):
 
 @pytest.mark.thorough
 def test_a_moved_layer_compiles_its_block_again(make_config, tmp_path):
-    recorder = Recorder()
     tables = AUTOPILOT_ON | {"run": {"steps": 4, "compile": "blocks"}}
     with models_with(outlier):
-        run(make_config(**tables), out=tmp_path / "run", progress=recorder)
-    assert len(compiled(recorder)) == 2
+        assert len(compiled(recorded(make_config(**tables), tmp_path))) == 2
 
 
 def test_a_graph_break_of_the_conversion_is_an_error(make_config, tmp_path, monkeypatch):
@@ -252,3 +251,86 @@ def test_blocks_of_families_save_what_eager_ones_do(family, aot):
     (expected, eager_bytes), (truth, _) = map(gradients_and_saved_bytes, (eager, plain))
     assert blocks.graphs == 1 and not blocks.reason and saved <= 1.05 * eager_bytes
     assert min(sqnr(t, gradients[n]) - sqnr(t, expected[n]) for n, t in truth.items()) > -1
+
+
+# --- activation checkpointing ---
+
+
+def checkpointed(make_config, mode, **precision):
+    model = precision.pop("model", {"type": "llama", "config": LLAMA})
+    config = make_config(model=model, precision={"checkpointing": mode} | precision)
+    return make_trainer(config)
+
+
+def gradients_of(trainer):
+    trainer.model.zero_grad()
+    torch.manual_seed(0)
+    trainer.loss(*trainer._batch(0)).backward()
+    return {name: param.grad for name, param in trainer.model.named_parameters() if param.grad is not None}
+
+
+PRECISIONS = [{}, {"parameters": "fp32"}, {"level": "fp8"}, {"level": "fp8", "recipe": "rowwise_hp_wgrad"}]
+PRECISIONS += [{"model": tiny_runs.GPT2}]  # dropout: the recomputation has to draw the same
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_gradients_are_bitwise_those_without(mode, precision, make_config):
+    plain = gradients_of(checkpointed(make_config, "none", **precision))
+    recomputed = gradients_of(checkpointed(make_config, mode, **precision))
+    assert plain.keys() == recomputed.keys()
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+@pytest.mark.parametrize("level", ["bf16", "fp8"])
+def test_less_is_kept(level, make_config):
+    kept = {
+        mode: checkpointed(make_config, mode, level=level)._saved_bytes_per_token()
+        for mode in ("none", "full", "selective")
+    }
+    # The head's logits and their softmax are kept in every mode.
+    head = 300 * 4
+    assert kept["full"] - head < 0.25 * (kept["none"] - head)
+    assert kept["full"] < kept["selective"] < kept["none"]
+
+
+@pytest.mark.parametrize("level", ["bf16", "fp8+activations+optimizer"])
+def test_a_description_leaves_nothing_alive(level, make_config):
+    for mode in ("none", "full", "selective"):
+        trainer = checkpointed(make_config, mode, level=level)
+        trainer.describe()  # caches
+        assert bytes_left_by(trainer.describe) == 0, mode
+
+
+def test_selective_recomputes_no_matrix_product(make_config):
+    products, counts = (torch.ops.aten.mm.default, torch.ops.octavo.scaled_mm.default), {}
+    for mode in ("none", "full", "selective"):
+        for level in ("bf16", "fp8"):
+            trainer = checkpointed(make_config, mode, level=level)
+            with Passing() as passing:
+                gradients_of(trainer)
+            counts[mode, level] = sum(map(passing.seen.count, products))
+    for level in ("bf16", "fp8"):
+        assert counts["selective", level] == counts["none", level] > 0
+        assert counts["full", level] > counts["none", level]
+
+
+def test_modules_and_state_dict_stay_as_they_are(make_config):
+    plain, wrapped = (checkpointed(make_config, mode).model for mode in ("none", "full"))
+    assert [name for name, _ in plain.named_modules()] == [name for name, _ in wrapped.named_modules()]
+    assert plain.state_dict().keys() == wrapped.state_dict().keys()
+
+
+def test_find_blocks():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.few = nn.ModuleList(nn.ReLU() for _ in range(2))
+            self.mixed = nn.ModuleList([nn.ReLU(), nn.GELU(), nn.ReLU(), nn.GELU()])
+            self.blocks = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
+
+    model = Model()
+    assert find_blocks(model) == list(model.blocks)
+    with pytest.raises(ConfigError, match="Linear has no list of equal blocks"):
+        Checkpointing(nn.Linear(1, 1), "full")

@@ -203,6 +203,15 @@ def test_toml_round_trip(name, lr):
     assert parse_config(tomllib.loads(config.to_toml())) == config
 
 
+DDP = {"dp_replicate": 2, "dp_shard": 1}
+PARALLEL = [
+    ({"tp": 2, "cp": 2}, "not supported together"), ({"tp": 2, "ep": 2}, "not supported together"),
+    ({"ep": 2, "dp_replicate": 2}, "leave dp_replicate out"), ({"pp": 2, "cp": 2}, "leave ep and cp out"),
+    ({"tp": 2} | DDP, "does not join DDP"), ({"pp": 2} | DDP, "does not join DDP"),
+    ({"pp": 2, "schedule": "1f1b"}, "parallel.schedule: should be .*'1f1b'"),
+    ({"pp": 2, "schedule": "ZBVZeroBubble"}, "set parallel.reshard_after_forward = false"),
+    ({"tensor_parallel": 2}, "unknown key parallel.tensor_parallel"), ({"tp": 0}, "greater than or equal to 1"),
+]  # fmt: skip
 PROMPT, VARLEN = {"sample": {"prompts": ["a"]}}, {"model": {"type": "llama", "attention": "varlen"}}
 SECTIONS = [
     ({"run": {"steps": 4, "profile": [3, 2]}}, "run.profile"),
@@ -243,6 +252,12 @@ SECTIONS = [
     ({"lora": {}, "model": {"type": "llama", "frozen": ["lm_head"]}}, "freezes all of the model"),
     ({"lora": {"weight_only": ["*"], "base": "bf16"}}, "is for weights in FP8, and lora.base = 'bf16'"),
     ({"lora": {}, "parallel": {"tp": 2}}, r"\[lora\] with parallel.tp = 2"),
+    *(({"parallel": parallel}, message) for parallel, message in PARALLEL),
+    # Targets that do not count need data parallelism.
+    *(({"parallel": {name: 2}, "data": {key: value}},
+       f'data.{key} = "{value}" with parallel.{name} = 2: only data parallelism')
+      for name in ("tp", "pp", "cp", "ep")
+      for key, value in (("packing", "documents"), ("packing", "none"), ("format", "messages"))),
 ]  # fmt: skip
 
 

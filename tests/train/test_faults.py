@@ -1,14 +1,15 @@
 """Faults put into a run: each is named by layer and operand in the step that it comes in, by the run itself."""
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import faults
 import pytest
 import torch
-from tiny_runs import At, Recorder, assert_same, curve, fail, saved
+import torch.distributed as dist
+from tiny_runs import assert_same, curve, killed, recorded, saved, slow
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,51 +28,77 @@ DOWN = "model.layers.1.mlp.down_proj"
 WATCHED = {"precision": {"level": "fp8"}, "inspect": {"every": 1}}
 
 
+# Faults of a layer, put into it by a hook: they change the numbers that reach it or leave it.
+
+
+def outliers(layer):
+    """The first input channel a thousand times larger: operand "x"."""
+    return layer.register_forward_pre_hook(lambda _, args: torch.cat([args[0][..., :1] * 1e3, args[0][..., 1:]], -1))
+
+
+def tiny_gradients(layer):
+    """The gradient of the output far smaller: operands "dgrad_g" and "wgrad_g"."""
+
+    def shrink(module, args, y):
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * 1e-12)
+
+    return layer.register_forward_hook(shrink)
+
+
+def not_finite(layer, value=torch.inf, once=False):
+    """One value of the input, in the first forward or in all: operand "x"."""
+    forwards = []
+
+    def spoil(module, args):
+        forwards.append(module)
+        at = torch.arange(args[0].numel()).view(args[0].shape) == args[0].numel() // 2
+        return args[0].masked_fill(at, value) if not once or len(forwards) == 1 else None
+
+    return layer.register_forward_pre_hook(spoil)
+
+
 @contextmanager
-def in_step(number, fault, until=None, **options):
+def in_steps(numbers, fault):
     take = Trainer.train_step
 
     def broken(trainer):
-        if number <= trainer.step + 1 <= (until or number):
-            with fault(trainer.model, DOWN, **options):
-                return take(trainer)
-        return take(trainer)
+        layer = trainer.model.get_submodule(DOWN)
+        with fault(layer) if trainer.step + 1 in numbers else nullcontext():
+            return take(trainer)
 
     with mock.patch.object(Trainer, "train_step", broken):
         yield
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("fault", "options", "operand", "text"),
-    [(faults.outliers, {"factor": 1e3}, "x", "amax rose"), (faults.tiny_gradients, {}, "dgrad_g", "amax fell")],
-)
-def test_jumps_are_said_in_their_step_and_once(make_config, tmp_path, fault, options, operand, text):
-    recorder = Recorder()
-    with in_step(4, fault, until=6, **options):
-        run(make_config(**WATCHED), out=tmp_path, progress=recorder)
-    events = [event for event in read_events(tmp_path) if f"{DOWN} {operand}: {text}" in event["text"]]
+@pytest.mark.parametrize(("fault", "text"), [(outliers, "x: amax rose"), (tiny_gradients, "dgrad_g: amax fell")])
+def test_jumps_are_said_in_their_step_and_once(make_config, tmp_path, fault, text):
+    with in_steps((4, 5, 6), fault):
+        recorder = recorded(make_config(**WATCHED), tmp_path)
+    events = [event for event in read_events(tmp_path) if f"{DOWN} {text}" in event["text"]]
     assert [event["step"] for event in events] == [4]  # it lasts, and was said
     assert all(event["step"] >= 4 for event in read_events(tmp_path))
     assert events[0]["text"] in recorder.notes
 
 
 INFINITIES = [  # The last one in the first forward of its step, and not in the diagnosis: it was sampled
-    ("bf16", 0, None, f"of {DOWN}"), ("fp8", 2, None, f"of {DOWN}"), ("fp8", 1, 1, "none in particular.*"),
+    ("bf16", 0, False, f"of {DOWN}"), ("fp8", 2, False, f"of {DOWN}"), ("fp8", 1, True, "none in particular.*"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("level", "every", "step", "place"), INFINITIES)
-def test_an_infinity_stops_the_run_with_its_layer_and_operand(make_config, tmp_path, level, every, step, place):
+@pytest.mark.parametrize(("level", "every", "once", "place"), INFINITIES)
+def test_an_infinity_stops_the_run_with_its_layer_and_operand(make_config, tmp_path, level, every, once, place):
     error = pytest.raises(NonFiniteError, match=rf"step 3: .*{place} \(first operand: x of {DOWN}\)")
-    with in_step(3, faults.infinity, step=step), error:
+    with in_steps([3], partial(not_finite, once=once)), error:
         run(make_config(precision={"level": level}, inspect={"every": every}), out=tmp_path)
     (event,) = read_events(tmp_path)
     assert event["step"] == 3 and f"{DOWN} x: " in event["text"] and "NaN or infinite" in event["text"]
 
 
 def nan_job(tables, out):
-    with in_step(4, faults.nan_on_rank, rank=1, step=None):
+    fault = partial(not_finite, value=torch.nan)
+    with in_steps([4], fault) if dist.get_rank() == 1 else nullcontext():
         try:
             run(parse_config(tables), out=Path(out))
         except NonFiniteError as error:
@@ -81,7 +108,7 @@ def nan_job(tables, out):
 
 @pytest.mark.thorough
 @pytest.mark.dist
-@pytest.mark.parametrize("autopilot", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("autopilot", [False, slow(True)])
 def test_a_nan_on_one_rank_is_named_on_all(gloo, make_config, tmp_path, autopilot):
     config = make_config(precision={"level": "fp8", "autopilot": autopilot})
     errors = gloo.run(nan_job, 2, config.model_dump(exclude_none=True), str(tmp_path))
@@ -129,11 +156,13 @@ AUTOPILOT_ON = {
 
 
 @contextmanager
-def models_with(hook):
+def models_with(hook, name=DOWN):
+    """Trainers with a hook before a layer, where their part of the model has it."""
     make = trainer_module.make_optimizer
 
     def hooked(model, *args):
-        model.get_submodule(DOWN).register_forward_pre_hook(hook)
+        if (layer := dict(model.named_modules()).get(name)) is not None:
+            layer.register_forward_pre_hook(hook)
         return make(model, *args)
 
     with mock.patch.object(trainer_module, "make_optimizer", side_effect=hooked):
@@ -152,11 +181,10 @@ def outlier(_, args):
 
 @pytest.mark.thorough
 def test_a_layer_is_moved_said_and_remembered(make_config, tmp_path):
-    config, recorder = make_config(**AUTOPILOT_ON), Recorder()
+    config = make_config(**AUTOPILOT_ON)
     with models_with(outlier):
-        run(config, out=tmp_path / "whole", progress=recorder)
-        with pytest.raises(RuntimeError, match="killed"):
-            run(config, out=tmp_path / "killed", progress=At(7, fail))
+        recorder = recorded(config, tmp_path / "whole")
+        killed(config, tmp_path / "killed", 7)
         moved_twice = moves(tmp_path / "killed")
         run(config, out=tmp_path / "killed", resume=True)
     events = moves(tmp_path / "whole")
@@ -182,9 +210,8 @@ def test_what_is_not_finite_stops_the_run_and_moves_nothing(make_config, tmp_pat
 @pytest.mark.thorough
 def test_an_overflow_in_the_first_step_leaves_the_first_look_for_the_next(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**30)
-    precision, recorder = AUTOPILOT_ON["precision"] | {"parameters": "fp16", "loss_scale": "dynamic"}, Recorder()
-    config = make_config(precision=precision, inspect={"every": 100}, run={"steps": 25})
-    run(config, out=tmp_path, progress=recorder)
+    precision = AUTOPILOT_ON["precision"] | {"parameters": "fp16", "loss_scale": "dynamic"}
+    recorder = recorded(make_config(precision=precision, inspect={"every": 100}, run={"steps": 25}), tmp_path)
     good = next(row.step for row in recorder.rows if not row.skipped)
     assert 1 < good < 25 and {row.step for row in read_statistics(tmp_path) if row.step >= good} == {good}
 

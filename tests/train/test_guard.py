@@ -2,17 +2,16 @@
 
 import json
 import math
+import random
 from pathlib import Path
 from unittest import mock
 
+import fake_runs
 import pytest
-from fake_runs import step
-from simulated_losses import HEALTHY, SPIKES, alarms, plain, steps
-from tiny_runs import ONE_BLOCK, At, Recorder, curve, fail, saved, scaled_losses
+from tiny_runs import ONE_BLOCK, At, Recorder, curve, fail, recorded, refused_run, saved, scaled_losses
 
 from octavo.train import NonFiniteError, run
 from octavo.train.checkpoint.retention import checkpoints
-from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import GuardConfig
 from octavo.train.data.corpus import Corpus
 from octavo.train.guard import STEPS_PER_ALARM, SpikeError, SpikeGuard, steps_in_a_row
@@ -62,10 +61,10 @@ def recognized(rows, guard=None):
     """The first spike in (loss, norm) after 100 usual steps, as (its last step, its first); counted from 1."""
     guard = guard or SpikeGuard(GuardConfig(spike=8.0))
     for number in range(1, 101):
-        guard.check(step(number, wobble(number)))
+        guard.check(fake_runs.step(number, wobble(number)))
     for number, (loss, norm) in enumerate(rows, 101):
         try:
-            guard.check(step(number, loss, grad_norm=norm))
+            guard.check(fake_runs.step(number, loss, grad_norm=norm))
         except SpikeError as error:
             return error.step - 100, error.first - 100
     return None
@@ -90,13 +89,87 @@ def test_what_is_none(rows):
 def test_it_knows_what_is_usual_before_it_judges():
     guard = SpikeGuard(GuardConfig(spike=8.0))
     for number in range(1, 16):
-        guard.check(step(number, 4.0 if number < 4 else 400.0))
+        guard.check(fake_runs.step(number, 4.0 if number < 4 else 400.0))
 
 
 @pytest.mark.parametrize("before", [8, 16, 64, 200])
 def test_chance_makes_a_rise_last_no_more_than_once_in_so_many_steps(before):
     number = steps_in_a_row(before)
     assert math.comb(before + number, number) >= STEPS_PER_ALARM > math.comb(before + number - 1, number - 1)
+
+
+# --- losses of simulated runs, healthy and with a spike ---
+
+
+RUN = 5000  # Steps of a run; each begins anew
+
+# Each kind draws factors of the loss and of the gradient norm of a step.
+
+
+def plain(rng, step):
+    return 1 + 0.02 * rng.gauss(0, 1), math.exp(0.1 * rng.gauss(0, 1))
+
+
+def scaled(factor):
+    def drawn(rng, step):
+        loss, norm = plain(rng, step)
+        level = factor(rng, step)
+        return loss * level, norm * level
+
+    return drawn
+
+
+def student(degrees):
+    def t(rng):
+        return rng.gauss(0, 1) / math.sqrt(sum(rng.gauss(0, 1) ** 2 for _ in range(degrees)) / degrees)
+
+    return lambda rng, step: (max(1 + 0.02 * t(rng), 0.1), math.exp(min(0.3 * t(rng), 50.0)))
+
+
+def hump(rng, step):
+    """A warm-up that is too fast for a while: the loss rises by 20 %, the gradient norm to its double."""
+    loss, norm = plain(rng, step)
+    height = math.exp(-(((step - 400) / 60) ** 2))
+    return loss * (1 + 0.2 * height), norm * (1 + height)
+
+
+HEALTHY = {
+    "5 % of batches 30 % harder": scaled(lambda rng, step: 1 + 0.3 * (rng.random() < 0.05)),
+    "20 % of batches 100 % harder": scaled(lambda rng, step: 1 + (rng.random() < 0.2)),
+    "1 % of batches 10 times harder": scaled(lambda rng, step: 1 + 9 * (rng.random() < 0.01)),
+    "curriculum, ±60 % every 500 steps": scaled(lambda rng, step: 1 + 0.6 * (step // 500 % 2)),
+    "shards of 40 steps, 1 in 10 of 30 % more": scaled(
+        lambda rng, step: 1 + 0.3 * (random.Random(step // 40).random() < 0.1)
+    ),
+    "hump of the learning rate, +20 %": hump, "Student's t, 3 degrees of freedom": student(3),
+    "Cauchy noise": student(1),
+    "Pareto noise, α = 1.5": lambda rng, step: (0.95 + 0.05 * rng.paretovariate(1.5), rng.paretovariate(1.5)),
+    "tiny batches, log-normal noise of 30 %": lambda rng, step: (
+        math.exp(0.3 * rng.gauss(0, 1)), math.exp(0.8 * rng.gauss(0, 1))
+    ),
+}  # fmt: skip
+SPIKES = ((1.4, 10.0), (1.5, 5.0), (2.5, 1.0), (3.0, 0.1))  # Factors of loss and gradient norm from one step on
+
+
+def steps(kind, seed, count=RUN, factors=(1.0, 1.0), since=RUN):
+    """The steps of a run, with loss and norm times `factors` after the step `since`."""
+    rng = random.Random(seed)
+    for step in range(count):
+        loss, norm = (a * b for a, b in zip(kind(rng, step), factors if step >= since else (1.0, 1.0), strict=True))
+        norm *= 0.5 + math.exp(-step / 100)
+        yield fake_runs.step(step + 1, (2 + 4 * math.exp(-step / 300)) * loss, grad_norm=norm)
+
+
+def alarms(taken):
+    """The spikes that a guard sees, first step and step in which each is recognized; after one a new guard goes on."""
+    spikes, guard = [], SpikeGuard(GuardConfig(spike=8.0))
+    for step in taken:
+        try:
+            guard.check(step)
+        except SpikeError as error:
+            spikes.append((error.first, error.step))
+            guard = SpikeGuard(GuardConfig(spike=8.0))
+    return spikes
 
 
 @pytest.mark.parametrize("kind", HEALTHY)
@@ -125,7 +198,7 @@ def test_its_state_goes_through_json_in_the_middle_of_a_rise():
     other = SpikeGuard(GuardConfig(spike=8.0))
     other.load_state_dict(json.loads(json.dumps(guard.state_dict())))
     with pytest.raises(SpikeError, match=r"steps 101 to 104: the loss is 9 .*guard.spike = 8") as caught:
-        other.check(step(104, 9.0))
+        other.check(fake_runs.step(104, 9.0))
     assert (caught.value.first, caught.value.step) == (101, 104)
 
 
@@ -144,42 +217,26 @@ def test_the_way_back_is_before_the_rise_and_further_if_it_comes_back(tmp_path):
 
 @pytest.mark.thorough
 def test_a_run_goes_back_and_around(make_config, tmp_path):
-    config, recorder = make_config(**GUARDED), Recorder()
+    config = make_config(**GUARDED)
     with harder(LASTING):
-        result = run(config, out=tmp_path / "guarded", progress=recorder)
+        recorder = recorded(config, tmp_path / "guarded")
     (event,) = read_events(tmp_path / "guarded")
     assert (event["step"], event["event"], event["to"]) == (29, "rollback", 20) and event["text"] in recorder.notes
     assert "steps 23 to 29: the loss is" in event["text"]
     assert "Back to step 20, and on without the 9 batches since" in event["text"]
     rows = read_metrics(tmp_path / "guarded")
-    assert [row.step for row in rows] == list(range(1, 35)) and result.steps == 34
+    assert [row.step for row in rows] == list(range(1, 35)) and recorder.result.steps == 34
     assert saved(tmp_path / "guarded")["trainer"]["skipped_batches"] == 9
     with without_batches(20, 9):
         run(config, out=tmp_path / "without")
     assert curve(tmp_path / "guarded") == curve(tmp_path / "without")
-    with pytest.raises(ConfigError, match="holds a run"):  # also by files that only a guarded run writes
-        run(config, out=tmp_path / "guarded")
+    refused_run("holds a run", config, tmp_path / "guarded")  # also by files that only a guarded run writes
 
 
-class Killed(Recorder):
-    """Fails at a note, or so many steps after it."""
-
-    def __init__(self, text, steps_after=None):
-        super().__init__()
-        self._text, self._left, self._noted = text, steps_after, False
-
+class KilledInRollback(Recorder):
     def note(self, text):
-        super().note(text)
-        self._noted |= self._text in text
-        if self._noted and self._left is None:
+        if "Back to" in text:
             fail()
-
-    def step(self, row):
-        super().step(row)
-        if self._noted:
-            self._left -= 1
-            if self._left < 0:
-                fail()
 
 
 def test_a_rollback_is_counted_once_however_often_the_run_is_killed(make_config, tmp_path):
@@ -188,7 +245,7 @@ def test_a_rollback_is_counted_once_however_often_the_run_is_killed(make_config,
     with harder({*LASTING, *range(31, 60)}):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="killed"):
-                killed = At(21, fail) if read_events(tmp_path) else Killed("Back to")
+                killed = At(21, fail) if read_events(tmp_path) else KilledInRollback()
                 run(config, out=tmp_path, progress=killed, resume=True)
         run(config, out=tmp_path, resume=True)
     assert [event["to"] for event in read_events(tmp_path)] == [20]

@@ -4,14 +4,15 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from test_guard import GUARDED, LASTING, harder, without_batches
-from test_hybrid import DROPOUT, LAYOUTS, MLP, STARCODER, moves, piloted_job, slow
-from test_ranks import assert_same_ends
-from tiny_runs import MIXTRAL, PIPELINE, job, losses
+from test_hybrid import DROPOUT, LAYOUTS, MLP, STARCODER, moves, piloted_job
+from test_ranks import DDP, assert_same_ends
+from tiny_runs import MIXTRAL, PIPELINE, before_steps, job, losses, slow
 
 from octavo.parallel.combinations import ZERO_BUBBLE
 from octavo.parallel.pipeline_model import SCHEDULES
@@ -105,7 +106,7 @@ def test_all_ranks_roll_back_after_a_spike(gloo, settings, tmp_path, layout):
     assert losses(tmp_path / "spoiled") == losses(tmp_path / "without")
 
 
-RANKS = LAYOUTS | {"fsdp": (2, {}), "ddp": (2, {"dp_replicate": 2, "dp_shard": 1})}
+RANKS = LAYOUTS | {"fsdp": (2, {}), "ddp": (2, DDP)}
 
 
 @pytest.mark.slow
@@ -116,8 +117,8 @@ def test_the_autopilot_equalizes_layers(gloo, settings, tmp_path, layout):
     """As in one process, although layers that ranks hold together have no channel scales in the repeated step."""
     world, parallel = RANKS[layout]
     piloted = {"level": "fp8", "autopilot": True}
-    made = settings(run={"steps": 4}, precision=piloted, parallel=parallel, optim={"micro_batches": 2})
-    made["model"]["config"] = PIPELINE
+    parts = {"micro_batches": 2}
+    made = settings(fields=PIPELINE, run={"steps": 4}, precision=piloted, parallel=parallel, optim=parts)
     gloo.run(piloted_job, world, made, str(tmp_path / "ranks"))
     mlp = MLP.format(PIPELINE["num_hidden_layers"] - 1)
     equalized = [(f"{mlp}.{name}", "rowwise → rowwise_equalized") for name in ("gate_proj", "up_proj")]
@@ -147,20 +148,14 @@ def test_statistics_of_the_first_step_of_a_pipeline(gloo, settings, tmp_path, la
             assert max(abs(a - b) for a, b in pairs) <= 1, key
 
 
-DDP = {"dp_shard": 1, "dp_replicate": 2}
-
-
 def killed_job(tables, out, step):
     """Rank 1 is killed when a step begins; the others leave the text of their error in a file and exit."""
-    train_step = Trainer.train_step
 
-    def killed_step(self):
-        if self.step == step and self.ranks.rank == 1:
+    def kill(trainer):
+        if trainer.step == step and trainer.ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(self)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(LostRankError) as error:
-        patch.setattr(Trainer, "train_step", killed_step)
+    with before_steps(kill), pytest.raises(LostRankError) as error:
         job(tables, out)
     Path(f"{out}-{dist.get_rank()}").write_text(str(error.value))
     os._exit(1)  # as a process does whose training raises
@@ -197,8 +192,7 @@ def overflowing_job(tables, out, step, rank):
             hook.remove()
         return row
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "train_step", spoiled_step)
+    with mock.patch.object(Trainer, "train_step", spoiled_step):
         job(tables, out)
     return kept
 
@@ -226,8 +220,7 @@ def reduced_nan_job(tables, out, step):
         models[:] = [self.model]
         return loss
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "forward_backward", spoiled)
+    with mock.patch.object(Trainer, "forward_backward", spoiled):
         skipped = job(tables, out).skipped_steps
     return skipped, [p.detach().clone() for p in models[0].parameters()]
 

@@ -82,8 +82,8 @@ def measured(tables):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_rank_holds_and_sends(gloo, settings, layout):
     world, parallel = LAYOUTS[layout]
-    own = settings(parallel=parallel, optim={"batch": 8, "micro_batches": 4 if "pp" in parallel else 1})
-    own["model"]["config"] = (MIXTRAL if "ep" in parallel else PIPELINE) | {"vocab_size": VOCABULARY}
+    fields = (MIXTRAL if "ep" in parallel else PIPELINE) | {"vocab_size": VOCABULARY}
+    own = settings(fields=fields, parallel=parallel, optim={"micro_batches": 4 if "pp" in parallel else 1})
     real = gloo.run(measured, world, own)
     plan = plan_configured(parse_config(own), gpu="h100", gpus=world).memory
     assert plan.largest[PARAMETERS] == pytest.approx(max(r[0][0] for r in real), rel=0.01)  # rounded to 512 bytes
@@ -135,8 +135,7 @@ def test_the_plan_refuses_what_a_run_refuses(settings):
 @pytest.mark.thorough
 def test_shapes_that_dtensor_infers_are_no_memory(settings):
     """It infers each once in a process, on whole tensors: a first plan is as a second."""
-    config = settings(parallel={"tp": 2})
-    config["model"]["config"] = PIPELINE | {"num_hidden_layers": 6, "vocab_size": VOCABULARY}
+    config = settings(fields=PIPELINE | {"num_hidden_layers": 6, "vocab_size": VOCABULARY}, parallel={"tp": 2})
     _clear_sharding_prop_cache()
     plans = [plan_configured(parse_config(config), gpu="h100", gpus=2) for _ in range(2)]
     assert {plan.memory.traced_blocks for plan in plans} == {(2, 6)}
@@ -147,8 +146,8 @@ def test_shapes_that_dtensor_infers_are_no_memory(settings):
 def test_ranks_that_share_layers_compute_as_much_as_one(settings):
     flops = []
     for parallel in ({}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}, {"pp": 2}):
-        config = settings(parallel=parallel, optim={"batch": 8, "micro_batches": 2})
-        config["model"]["config"] = PIPELINE | {"vocab_size": VOCABULARY}
+        fields = PIPELINE | {"vocab_size": VOCABULARY}
+        config = settings(fields=fields, parallel=parallel, optim={"micro_batches": 2})
         flops.append(plan_configured(parse_config(config), gpu="h100", gpus=2).time.flops)
     whole_heads = flops.pop(2)  # each rank has all tokens for the head
     assert flops == [pytest.approx(flops[0])] * 4 and 1.0 < whole_heads / flops[0] < 1.5
@@ -158,13 +157,13 @@ def test_ranks_that_share_layers_compute_as_much_as_one(settings):
 def test_equal_stages_are_traced_once(settings, monkeypatch):
     traced, original = [], run_plan._trace_step
     monkeypatch.setattr(run_plan, "_trace_step", lambda *args: traced.append(args[3].index) or original(*args))
-    tables = settings(parallel={"pp": 4}, optim={"batch": 16, "micro_batches": 8})
-    tables["model"]["config"] = PIPELINE | {"num_hidden_layers": 8, "vocab_size": VOCABULARY}
+    fields = {"num_hidden_layers": 8, "vocab_size": VOCABULARY}
+    tables = settings(fields=fields, parallel={"pp": 4}, optim={"batch": 16, "micro_batches": 8})
     plan_configured(parse_config(tables), gpu="h100", gpus=4)
     assert traced == [0, 1, 3]  # with two blocks each, all of which run
 
 
-@pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.slow
 def test_first_blocks_that_differ_are_traced_once(settings, gpus):
     tables = settings(optim={"batch": 16, "micro_batches": 2})

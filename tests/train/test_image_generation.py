@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_runs import assert_resumes, image_tables
+from tiny_runs import assert_resumes, build_task, image_tables
 
 from octavo.train import ConfigError, load_config, parse_config, read_metrics, run
 from octavo.train.checkpoint.export import export
@@ -85,34 +85,32 @@ def test_rows_to_ignore_do_not_count(noisy):
     ],
     ids=["vit", "num_layer", "classes", "variance"],
 )
-def test_models_that_do_not_fit(model, message, noisy):
-    config = parse_config(tables(model=model))
+def test_models_that_do_not_fit(model, message):
     with pytest.raises(ConfigError, match=message):
-        task_of(config)(config, noisy).build()
+        build_task(parse_config(tables(model=model)))
 
 
 def test_latents_are_read_as_they_are(tmp_path):
+    def load(channels=4):
+        return load_images(str(tmp_path), ImageShape(channels, 8, 8), shuffle=False, progress=NullProgress())
+
     rng = np.random.default_rng(0)
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
         for index in range(3):
             np.save(tmp_path / name / f"{index}.npy", rng.standard_normal((4, 8, 8)).astype(np.float16))
-    shape = ImageShape(4, 8, 8)
-    images = load_images(str(tmp_path), shape, shuffle=False, progress=NullProgress())
-    pixels, labels = images.examples([0, 5])
+    pixels, labels = load().examples([0, 5])
     assert labels.tolist() == [0, 1] and pixels.dtype == torch.float32
     assert torch.equal(pixels[1], torch.from_numpy(np.load(tmp_path / "dog" / "2.npy").astype(np.float32)))
     with pytest.raises(ConfigError, match=r"cat/0.npy is float16 \[4, 8, 8\]; the model takes"):
-        load_images(str(tmp_path), ImageShape(3, 8, 8), shuffle=False, progress=NullProgress())
+        load(channels=3)
     np.save(tmp_path / "dog" / "1.npy", np.full((4, 8, 8), np.nan, np.float32))
     with pytest.raises(ConfigError, match="dog/1.npy holds NaN"):
-        load_images(str(tmp_path), shape, shuffle=False, progress=NullProgress())
-    (tmp_path / "dog" / "1.npy").write_bytes(b"no array")
-    with pytest.raises(ConfigError, match="dog/1.npy cannot be read"):
-        load_images(str(tmp_path), shape, shuffle=False, progress=NullProgress())
-    (tmp_path / "dog" / "1.png").write_bytes(b"")
-    with pytest.raises(ConfigError, match="both images and latents"):
-        load_images(str(tmp_path), shape, shuffle=False, progress=NullProgress())
+        load()
+    for name, message in (("1.npy", "dog/1.npy cannot be read"), ("1.png", "both images and latents")):
+        (tmp_path / "dog" / name).write_bytes(b"no array")
+        with pytest.raises(ConfigError, match=message):
+            load()
 
 
 @pytest.mark.thorough

@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_runs import Recorder, assert_resumes, image_tables
+from tiny_runs import Recorder, assert_resumes, build_task, image_tables, refused_run, slow
 
 from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, parse_config, read_metrics, run, run_plan
 from octavo.train.checkpoint.retention import latest_checkpoint
 from octavo.train.data.images import ImageFiles, ImageShape, hash_files, split
 from octavo.train.lora import freeze
-from octavo.train.model import check_model
 from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_memory
 from octavo.train.tasks.images import EXACT_MATCH, ImageTextTask
@@ -155,12 +154,9 @@ def test_files_are_read_and_too_few_or_too_long_are_errors(tmp_path):
         ({"model": {"type": "llama", "config": {}}}, "not a vision-language model"),
     ],
 )  # fmt: skip
-def test_mistakes(changes, message, task):
+def test_mistakes(changes, message):
     with pytest.raises(ConfigError, match=message):
-        config = parse_config(tables(**changes))
-        check_model(config.model, ImageTextTask.kind)
-        ImageTextTask.load(config, NullProgress())
-        ImageTextTask(config, task.data).build()
+        build_task(parse_config(tables(**changes)))
 
 
 def test_patterns_match_whole_names_and_ends(task):
@@ -231,9 +227,7 @@ def test_a_folder_of_images_for_each_class(tmp_path):
 LATER = [("bf16", [-3, -2]), ("bf16", -6), ("fp8+activations", -1), ("fp8+activations", 3)]
 
 
-@pytest.mark.parametrize(
-    ("level", "layer"), [("bf16", -1), *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER)]
-)
+@pytest.mark.parametrize(("level", "layer"), [("bf16", -1), *(slow(*case) for case in LATER)])
 @pytest.mark.thorough
 def test_a_few_blocks_of_tower_and_decoder_stand_for_all(level, layer, monkeypatch):
     """Features may be those of any block; of one that a short tower does not have, the tower runs whole."""
@@ -258,7 +252,7 @@ def test_a_few_blocks_of_tower_and_decoder_stand_for_all(level, layer, monkeypat
         assert few.replan(size).peak == pytest.approx(whole.replan(size).peak, abs=512)
 
 
-@pytest.mark.parametrize("checkpointing", ["selective", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("checkpointing", ["selective", slow("full")])
 @pytest.mark.thorough
 def test_the_decoder_is_recomputed_in_copies_with_few_blocks(checkpointing):
     """Also where the short tower has as many blocks."""
@@ -357,12 +351,12 @@ def test_the_class_that_changed_before_a_resume_is_named(tmp_path):
     config = folder_of(tmp_path / "images", TWO)
     run(config, out=tmp_path / "out")
     (tmp_path / "images" / "b").rename(tmp_path / "images" / "c")  # the order of classes stays
-    with pytest.raises(ConfigError, match='images has now: class "b": then 4 examples, digest .*, now not there'):
-        run(config, out=tmp_path / "out", resume=True)
+    message = 'images has now: class "b": then 4 examples, digest .*, now not there'
+    refused_run(message, config, tmp_path / "out", resume=True)
     (tmp_path / "images" / "c").rename(tmp_path / "images" / "b")
     Image.new("L", (8, 8), 99).save(tmp_path / "images" / "b" / "new.png")
-    with pytest.raises(ConfigError, match='other data than .*images has now: class "b": then 4 examples, .*now 5'):
-        run(config, out=tmp_path / "out", resume=True)
+    message = 'other data than .*images has now: class "b": then 4 examples, .*now 5'
+    refused_run(message, config, tmp_path / "out", resume=True)
 
 
 @pytest.mark.parametrize("kind", ["image", "latent"])

@@ -6,13 +6,14 @@ curve and the bytes of `events.jsonl`.
 
 import shutil
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from tiny_runs import ONE_BLOCK, assert_same, curve, scaled_losses
+from test_guard import GUARDED
+from test_loss_scale import FP16
+from tiny_runs import assert_same, curve, scaled_losses, slow
 
 from octavo.inspect import Autopilot, RecipeChange
 from octavo.train import loop, run
@@ -26,14 +27,8 @@ LAYER = "model.layers.0.mlp.up_proj"
 LASTING = steps_in_a_row(16)
 BAD = {*range(22, 22 + LASTING), *range(32, 32 + LASTING)}
 """Batches of two spikes, the second of which goes back further."""
-GUARDED = {
-    "run": {"steps": 36, "save_every": 5, "keep": 2}, "model": ONE_BLOCK, "guard": {"spike": 8.0, "window": 16},
-    "optim": {"lr": 1e-2, "schedule": "constant"}, "precision": {"level": "fp8", "autopilot": True},
-}  # fmt: skip
-FP16 = {
-    "run": {"steps": 32, "save_every": 4, "keep": 2}, "model": ONE_BLOCK, "optim": {"lr": 3e-3, "schedule": "constant"},
-    "precision": {"parameters": "fp16", "loss_scale": "dynamic"},
-}  # fmt: skip
+PILOTED = {"run": {"steps": 36, "save_every": 5, "keep": 2}, "precision": {"level": "fp8", "autopilot": True}}
+CONFIGS = {"guard": GUARDED | PILOTED, "fp16": FP16 | {"run": {"steps": 32, "save_every": 4, "keep": 2}}}
 OVERFLOWS = {5, *range(10, 22), 26}  # Steps before which gradients overflow: the scale falls, collapses and is restored
 
 
@@ -73,12 +68,6 @@ def killed_at(point, number, after):
 
     with mock.patch.object(owner, name, counted):
         yield calls
-
-
-@contextmanager
-def half_removed():
-    with mock.patch.object(retention, "shutil", SimpleNamespace(rmtree=remove_half)):
-        yield []
 
 
 @contextmanager
@@ -141,16 +130,15 @@ GUARD_KILLS = [
 
 @pytest.mark.thorough
 def test_what_the_undisturbed_run_goes_through(undisturbed, make_config):
-    out, calls = undisturbed("guard", make_config(**GUARDED))
+    out, calls = undisturbed("guard", make_config(**CONFIGS["guard"]))
     text = events(out).decode()
     assert text.count('"rollback"') == 2 and text.count('"move"') >= 2 and "taken back" in text
     assert calls["state put"] == 2 and calls["removal"] >= 4 and calls["beginning of rows"] == 3
-    out, calls = undisturbed("fp16", make_config(**FP16))
+    out, calls = undisturbed("fp16", make_config(**CONFIGS["fp16"]))
     assert events(out).decode().count('"loss_scale"') == 1
     assert sum(row[-1] for row in curve(out)) == len(OVERFLOWS)
 
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
 KILLS = [
     *(slow("guard", [kill]) for kill in GUARD_KILLS), slow("guard", ["half", "half", "half"]),
     # After an event and before anything is saved, and in what follows.
@@ -162,13 +150,15 @@ KILLS = [
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "kills"), KILLS, ids=str)
 def test_killed_at_one_point_after_the_other_and_resumed_to_the_end(name, kills, undisturbed, make_config, tmp_path):
-    config, out = make_config(**GUARDED if name == "guard" else FP16), tmp_path / "out"
+    config, out = make_config(**CONFIGS[name]), tmp_path / "out"
     whole, _ = undisturbed(name, config)
     for kill in (*kills, None):
         try:
             with faults(), ExitStack() as stack:
-                if kill is not None:
-                    stack.enter_context(half_removed() if kill == "half" else killed_at(*kill))
+                if kill == "half":
+                    stack.enter_context(mock.patch.object(retention, "shutil", SimpleNamespace(rmtree=remove_half)))
+                elif kill is not None:
+                    stack.enter_context(killed_at(*kill))
                 run(config, out=out, resume=out.exists())
                 assert kill is None, "not killed"
         except Killed:

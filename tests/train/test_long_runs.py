@@ -8,11 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from tiny_runs import At, assert_same, fail
+from test_torchrun import Launched
+from tiny_runs import assert_same, killed
 
 from octavo.train import read_metrics, run
 from octavo.train.checkpoint.retention import checkpoints, held_out_loss, obsolete_checkpoints
@@ -20,8 +19,6 @@ from octavo.train.config.run_config import parse_config
 from octavo.train.record.metrics import RESTART, add_event, read_events
 from octavo.train.signals import supervise
 from octavo.train.trainer import Trainer
-
-PATIENCE = 600.0  # Seconds that anything here may take, on a busy machine
 
 
 def steps_of(out):
@@ -108,8 +105,7 @@ def test_a_restart_that_is_not_recorded_is_said(tmp_path):
 
 def test_a_restart_is_recorded_after_an_event_that_a_kill_left_unfinished(make_config, tmp_path):
     config = make_config(run={"steps": 6, "save_every": 2})
-    with pytest.raises(RuntimeError, match="killed"):
-        run(config, out=tmp_path / "run", progress=At(3, fail))
+    killed(config, tmp_path / "run", 3)
     whole = json.dumps({"step": 1, "event": "move", "text": "…"}, ensure_ascii=False) + "\n"
     (tmp_path / "run" / "events.jsonl").write_text(whole + '{"step": 3, "ev', encoding="utf-8")
     add_event(tmp_path / "run", 2, RESTART, "the run was ended by SIGKILL")
@@ -117,41 +113,9 @@ def test_a_restart_is_recorded_after_an_event_that_a_kill_left_unfinished(make_c
     assert [event["event"] for event in read_events(tmp_path / "run")] == ["move", RESTART]
 
 
-@contextmanager
-def launch(config, out):
-    """A supervisor, which is killed with its run at the end, if it still runs."""
-    path = out.with_suffix(".toml")
-    path.write_text(config.to_toml())
-    command = [sys.executable, "-m", "octavo", "train", str(path), "--out", str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            runs = children(process.pid)
-            process.kill()
-            for run_pid in runs:
-                os.kill(run_pid, signal.SIGKILL)
-            process.wait()
-        process.stdout.close()
-
-
-def children(pid):
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in path.read_text().split()] if path.exists() else []
-
-
 def reached(out):
     path = out / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def wait_until(condition):
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.mark.slow
@@ -161,16 +125,16 @@ def test_kills_at_random_steps_leave_the_losses_of_an_undisturbed_run(make_confi
     config, out, choice = make_config(**settings), tmp_path / "killed", random.Random(0)
     run(config, out=tmp_path / "whole")
     kills = sorted(choice.sample(range(1, 58), 6))
-    with launch(config, out) as supervisor:
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    with Launched(tmp_path / "config.toml", out, torchrun=False) as supervisor:
         for step in kills:
-            wait_until(lambda step=step: children(supervisor.pid) and reached(out) >= step)
-            (victim,) = children(supervisor.pid)
+            supervisor.until(lambda step=step: supervisor.workers() and reached(out) >= step)
+            (victim,) = supervisor.workers()
             time.sleep(choice.random() * 0.1)
             os.kill(victim, signal.SIGKILL)
-            wait_until(lambda old=victim: supervisor.poll() is not None or old not in children(supervisor.pid))
-        text, _ = supervisor.communicate(timeout=PATIENCE)
-    assert supervisor.returncode == 0, text
-    assert text.count("was ended by SIGKILL: restart ") == 6, text
+            supervisor.until(lambda old=victim: old not in supervisor.workers())
+        assert supervisor.ended() == 0, supervisor.text()
+    assert supervisor.text().count("was ended by SIGKILL: restart ") == 6, supervisor.text()
     assert_same(tmp_path / "whole", out)
     assert [event["event"] for event in read_events(out)].count(RESTART) == 6
     assert steps_of(out) == steps_of(tmp_path / "whole")

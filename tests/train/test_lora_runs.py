@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from tiny_runs import LLAMA, At, Recorder, assert_resumes, fail, image_tables, job
+from tiny_runs import LLAMA, assert_resumes, image_tables, job, killed, recorded, refused_run, slow
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, LlamaConfig, LlamaForCausalLM
 
 from octavo.nn import ResidentWeight
@@ -81,12 +81,10 @@ def test_experts_of_a_mixture_are_resident(make_config, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["fp8", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["fp8", slow("bf16")])
 def test_checkpoints_hold_adapters_and_resume_bit_for_bit(lora_config, base, tmp_path, monkeypatch, kind):
     config = lora_config(run={"save_every": 2}, lora={"rank": 4, "base": kind, "dropout": 0.1})
-    progress = Recorder()
-    run(config, out=tmp_path / "whole", progress=progress)
-    (note,) = [note for note in progress.notes if "are not trained" in note]
+    (note,) = [note for note in recorded(config, tmp_path / "whole").notes if "are not trained" in note]
     assert note.endswith("parameters are not trained: [lora] trains the adapters alone")
     rows = read_metrics(tmp_path / "whole")
     assert rows[-1].loss < rows[0].loss
@@ -132,14 +130,12 @@ def test_peft_reads_the_adapters_of_an_image_classifier(tmp_path):
 def test_another_base_does_not_resume(lora_config, base, tmp_path):
     base = shutil.copytree(base, tmp_path / "base")
     config = lora_config(run={"save_every": 2}, model={"path": str(base)})
-    with pytest.raises(RuntimeError, match="killed"):
-        run(config, out=tmp_path / "run", progress=At(3, fail))
+    killed(config, tmp_path / "run", 3)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     model.model.layers[0].mlp.up_proj.weight.data.mul_(2)
     model.save_pretrained(base)
     (base / "digests.json").unlink()
-    with pytest.raises(ConfigError, match="adapters of other base weights"):
-        run(config, out=tmp_path / "run", resume=True)
+    refused_run("adapters of other base weights", config, tmp_path / "run", resume=True)
 
 
 @pytest.mark.thorough
@@ -171,7 +167,7 @@ def test_ranks_share_the_batch_and_the_base(gloo, lora_config, tmp_path, paralle
     assert (tmp_path / "exported" / "adapter_model.safetensors").stat().st_size < 2e5
 
 
-@pytest.mark.parametrize("kind", [pytest.param("bf16", marks=pytest.mark.slow), "fp8"])
+@pytest.mark.parametrize("kind", [slow("bf16"), "fp8"])
 def test_adapters_are_merged_into_their_base(lora_config, base, tmp_path, kind):
     config = lora_config(run={"steps": 2}, optim={"warmup": 0}, lora={"rank": 4, "base": kind})
     run(config, out=tmp_path / "run")
@@ -218,7 +214,6 @@ def test_the_note_counts_tied_parameters_once_and_names_those_without_gradients(
 
 
 def test_a_run_prints_what_it_does_not_train(make_config, tmp_path):
-    seen = Recorder()
     model = {"type": "llama", "config": LLAMA, "frozen": ["*norm*"]}
-    run(make_config(model=model, run={"steps": 1}, optim={"warmup": 0}), out=tmp_path, progress=seen)
+    seen = recorded(make_config(model=model, run={"steps": 1}, optim={"warmup": 0}), tmp_path)
     assert any(note.startswith("224 of ") and note.endswith("224 by model.frozen") for note in seen.notes)

@@ -2,7 +2,7 @@ import json
 import math
 
 import pytest
-from tiny_runs import ONE_BLOCK, Recorder, saved, scaled_losses
+from tiny_runs import ONE_BLOCK, recorded, saved, scaled_losses, slow
 
 from octavo.train import NonFiniteError, read_metrics, run
 from octavo.train.loss_scale import (
@@ -145,11 +145,10 @@ FP16 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("faults", [30, pytest.param(MAX_SKIPS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("faults", [30, slow(MAX_SKIPS)])
 def test_a_run_learns_again_after_a_fault(faults, make_config, tmp_path):
-    config, seen = make_config(**FP16, run={"steps": faults + 30, "save_every": 0}), Recorder()
     with spoiled(range(10, 10 + faults)):
-        run(config, out=tmp_path, progress=seen)
+        seen = recorded(make_config(**FP16, run={"steps": faults + 30, "save_every": 0}), tmp_path)
     rows = read_metrics(tmp_path)
     assert sum(row.skipped for row in rows) in (faults, faults + 1)  # where all vanishes, that step is skipped as well
     assert {row.loss_scale for row in rows[12 + faults :]} == {INITIAL_SCALE}

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pyarrow import parquet
-from tiny_runs import LLAMA, At, Recorder, assert_same, load, put, sentences, terminate
+from tiny_runs import LLAMA, assert_resumes, load, put, recorded, sentences
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from octavo.nn.causal import IGNORE
-from octavo.train import ConfigError, run
+from octavo.train import ConfigError
 from octavo.train.config.sections import Data
 from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, contents, conversation_text, messages_of
 from octavo.train.data.documents import open_source
@@ -161,15 +161,12 @@ def test_a_run_resumes_bitwise_and_saves_the_template(make_config, chats, tmp_pa
     del chats["tokenizer"]
     config = make_config(
         data=chats | {"packing": "documents", "chat_template": "plain"}, eval={"every": 2, "fraction": 0.1},
-        optim={"micro_batches": 2},
+        optim={"micro_batches": 2}, run={"save_every": 2},
     )  # fmt: skip
-    seen = Recorder()
-    run(config, out=tmp_path / "whole", progress=seen)
+    seen = recorded(config, tmp_path / "whole")
     assert any("% targets" in stage for stage in seen.stages)
     assert any("are longer than data.sequence_length and are cut" in note for note in seen.notes)
-    run(config, out=tmp_path / "cut", progress=At(3, terminate))
-    run(config, out=tmp_path / "cut", resume=True)
-    assert_same(tmp_path / "whole", tmp_path / "cut")
+    assert_resumes(config, tmp_path)
     saved = AutoTokenizer.from_pretrained(str(tmp_path / "whole" / "checkpoints" / "step-000006"))
     assert saved.chat_template == PLAIN_TEMPLATE
 
@@ -261,8 +258,8 @@ CALLS = LISTED + UNTAGGED.replace("{{ m.content }}<|im_end|>{% else", (
 ))  # fmt: skip
 
 
-def learned(chat, row, where="a.jsonl, line 1"):
-    ((ids, mask),) = chat.encode([conversation_text(where, row["messages"], row.get("tools"))])
+def learned(chat, row):
+    ((ids, mask),) = chat.encode([conversation_text("a.jsonl, line 1", row["messages"], row.get("tools"))])
     return [chat.tokenizer.decode(ids[start:stop]) for start, stop in runs(mask.tolist())]
 
 

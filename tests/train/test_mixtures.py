@@ -11,10 +11,11 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import tiny_runs
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_runs import At, Recorder, assert_same, curve, job, load, put, put_texts, sentences, terminate
+from tiny_runs import At, Recorder, assert_same, curve, job, load, put, put_texts, recorded, sentences, terminate
 
 from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, run
@@ -114,9 +115,8 @@ def test_a_mixed_epoch_has_every_document_once(extra, make_config, files):
             seen[data.tokenizer.backend.decode(ids[start : stop + 1])] += 1
     assert set(seen) == expected
     assert all(count <= 3 for count in seen.values())
-    note = Recorder()
-    run(config, out=Path(files["cache"]).parent / "out", progress=note)
-    (summary,) = [stage for stage in note.stages if stage.startswith("data: ")]
+    told = recorded(config, Path(files["cache"]).parent / "out")
+    (summary,) = [stage for stage in told.stages if stage.startswith("data: ")]
     assert "75 % " in summary and "25 % " in summary and "120 sequences" in summary
 
 
@@ -201,15 +201,16 @@ def test_a_file_that_changes_before_a_resume(make_config, files, tmp_path):
         before = path.read_text()
         run(make_config(data=files | extra), out=tmp_path / name, progress=At(2, terminate))
         path.write_text(before + before[: before.index("\n") + 1])
-        with pytest.raises(ConfigError, match=r"0.jsonl: then [\d,]+ bytes, digest \w+, now [\d,]+ bytes, digest"):
-            run(make_config(data=files | extra), out=tmp_path / name, resume=True)
+        message = r"0.jsonl: then [\d,]+ bytes, digest \w+, now [\d,]+ bytes, digest"
+        tiny_runs.refused_run(message, make_config(data=files | extra), tmp_path / name, resume=True)
         path.write_text(before)
     weights = [part | {"weight": 1} for part in files["sources"]]
-    with pytest.raises(ConfigError, match=r"weights of data\.sources: then \[3\.0, 1\.0\], now \[1\.0, 1\.0\]"):
-        run(make_config(data=files | {"sources": weights}), out=tmp_path / "cached", resume=True)
     swapped = [part | {"weight": weight} for part, weight in zip(files["sources"][::-1], (3, 1), strict=True)]
-    with pytest.raises(ConfigError, match=r"has now: the order of data\.sources: .* now comes after "):
-        run(make_config(data=files | {"sources": swapped}), out=tmp_path / "cached", resume=True)
+    for sources, message in (
+        (weights, r"weights of data\.sources: then \[3\.0, 1\.0\], now \[1\.0, 1\.0\]"),
+        (swapped, r"has now: the order of data\.sources: .* now comes after "),
+    ):
+        tiny_runs.refused_run(message, make_config(data=files | {"sources": sources}), tmp_path / "cached", resume=True)
 
 
 def test_a_change_in_the_middle_of_a_streamed_file(make_config, files, monkeypatch):

@@ -90,32 +90,28 @@ def test_config_fields_of_other_spellings(make_config, tokenizer):
     assert model.config.n_embd == 32
 
 
-def test_a_local_checkpoint_and_its_tokenizer(make_config, tokenizer, tmp_path):
-    model = build_model(make_config(), tokenizer)
-    model.save_pretrained(tmp_path)
-    config = make_config(model={"path": str(tmp_path)}, precision={"parameters": "fp32"})
+def test_a_local_checkpoint_and_its_tokenizer(make_config, tokenizer, saved_model):
+    model = build_model(make_config(precision={"parameters": "fp32"}), tokenizer)
+    config = make_config(model={"path": str(saved_model)}, data={"vocab_size": 280})
     loaded = build_model(config, tokenizer).state_dict()
-    assert all(torch.equal(loaded[name], weight.float()) for name, weight in model.state_dict().items())
-    tokenizer.save(tmp_path)
-    config = make_config(model={"path": str(tmp_path)}, data={"vocab_size": 280})
+    assert all(torch.equal(loaded[name], weight.bfloat16()) for name, weight in model.state_dict().items())
     own = load(config)
     assert own.tokenizer.size == 300
     text = "the leaf folds\n  eight times"
     assert own.tokenizer.encode([text]) == tokenizer.encode([text])
-    assert load_tokenizer(tmp_path).end_id == tokenizer.end_id
+    assert load_tokenizer(saved_model).end_id == tokenizer.end_id
 
 
-def test_folders_with_damaged_weights(make_config, tokenizer, tmp_path):
-    model = build_model(make_config(), tokenizer)
-    model.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
+def test_folders_with_damaged_weights(make_config, tokenizer, saved_model):
+    config, file = make_config(model={"path": str(saved_model)}), saved_model / "model.safetensors"
+    weights = load_file(file)
     del weights["lm_head.weight"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lacks lm_head\.weight \(1 weights in all\)"):
-        build_model(make_config(model={"path": str(tmp_path)}), tokenizer)
-    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+        build_model(config, tokenizer)
+    file.write_bytes(b"damaged")
     with pytest.raises(ConfigError, match="the model cannot be loaded"):
-        build_model(make_config(model={"path": str(tmp_path)}), tokenizer)
+        build_model(config, tokenizer)
 
 
 def test_choose_device(monkeypatch):
@@ -170,10 +166,8 @@ CODE = [
 
 
 @pytest.mark.parametrize(("kind", "auto_map", "asked"), CODE)
-def test_the_code_of_a_model_is_never_run_nor_left_out(kind, auto_map, asked, make_config, tokenizer, tmp_path):
-    folder, ran = tmp_path / "model", tmp_path / "ran"
-    model = build_model(make_config(), tokenizer)
-    model.save_pretrained(folder)
+def test_the_code_of_a_model_is_never_run_nor_left_out(kind, auto_map, asked, make_config, tokenizer, saved_model):
+    folder, ran = saved_model, saved_model / "ran"
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"model_type": kind, "auto_map": auto_map}))
     (folder / "mod.py").write_text(f"open({str(ran)!r}, 'w')")

@@ -4,7 +4,7 @@ from itertools import product
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import GROUPS, ONE_BLOCK, Recorder, saved
+from tiny_runs import GROUPS, ONE_BLOCK, recorded, refused_run, saved
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
@@ -40,6 +40,17 @@ def make_optimizer(states, model, optim, master):
     return MasterWeightOptimizer(model, optim, master=master)
 
 
+def masters_of(model, optim=OPTIM, **options):
+    return MasterWeightOptimizer(model, optim, master=True, **options)
+
+
+def take(optimizer, lr=1e-3):
+    """A step on the gradients that there are, which then are no more."""
+    optimizer.accumulate()
+    optimizer.step(lr, optimizer.gradient_norm(1.0))
+    optimizer.zero_grad()
+
+
 def backward(model, seed, factor=1.0):
     dtype = next(model.parameters()).dtype
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -49,7 +60,7 @@ def backward(model, seed, factor=1.0):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_follow_fp32_adamw_and_parameters_are_rounded_from_them(dtype):
     model, shadow = make_model(dtype), make_model(dtype).float()
-    optimizer = MasterWeightOptimizer(model, OPTIM, master=True)
+    optimizer = masters_of(model)
     groups = [{"params": [p], "weight_decay": 0.1 if p.dim() >= 2 else 0.0} for p in shadow.parameters()]
     reference = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
     for step in range(20):
@@ -58,8 +69,7 @@ def test_masters_follow_fp32_adamw_and_parameters_are_rounded_from_them(dtype):
             twin.grad = param.grad.float()
         optimizer.accumulate()
         assert all(param.grad is None for param in model.parameters())
-        optimizer.step(1e-3, optimizer.gradient_norm(1.0))
-        optimizer.zero_grad()
+        take(optimizer)
         reference.step()
         masters = optimizer.state_dict()["masters"]
         for (name, param), twin in zip(model.named_parameters(), shadow.parameters(), strict=True):
@@ -98,7 +108,7 @@ def test_weight_decay_goes_by_what_a_parameter_is(states):
 
 def test_gradients_of_micro_batches_are_added_in_fp32():
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
-    optimizer = MasterWeightOptimizer(model, OPTIM, master=True)
+    optimizer = masters_of(model)
     for part in (1.0, 2.0**-9, 2.0**-9):  # each 2⁻⁹ would be lost beside 1 in bf16
         model.weight.grad = torch.full_like(model.weight, part)
         optimizer.accumulate()
@@ -108,7 +118,7 @@ def test_gradients_of_micro_batches_are_added_in_fp32():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_clipping_is_by_global_norm(dtype):
     model = make_model(dtype)
-    optimizer = MasterWeightOptimizer(model, Optim(lr=1e-3, clip=0.25), master=True)
+    optimizer = masters_of(model, Optim(lr=1e-3, clip=0.25))
     backward(model, 0, factor=50.0)
     optimizer.accumulate()
     norm = optimizer.gradient_norm(1.0)
@@ -124,7 +134,7 @@ def test_one_micro_batch_keeps_its_bf16_gradients(clip):
     for adds_up in (True, False):
         model = make_model(torch.bfloat16)
         model[2].bias.requires_grad_(False)
-        optimizer = MasterWeightOptimizer(model, optim, master=True, adds_up=adds_up)
+        optimizer = masters_of(model, optim, adds_up=adds_up)
         for step in range(20):
             backward(model, step)
             optimizer.accumulate()
@@ -153,17 +163,16 @@ def test_gradients_may_lie_otherwise_in_memory(adds_up):
     for gradient in (values, values.t().contiguous().t()):
         model = nn.Linear(5, 12, bias=False, dtype=torch.bfloat16)
         nn.init.ones_(model.weight)
-        optimizer = MasterWeightOptimizer(model, OPTIM, master=True, adds_up=adds_up)
+        optimizer = masters_of(model, adds_up=adds_up)
         model.weight.grad = gradient.bfloat16()
-        optimizer.accumulate()
-        optimizer.step(1e-2, optimizer.gradient_norm(1.0))
+        take(optimizer, 1e-2)
         results.append(optimizer.state_dict()["adamw"]["state"][0]["exp_avg"])
     assert torch.equal(*results)
 
 
 def test_summands_of_ranks_add_up_in_fp32():
     model = make_model(torch.bfloat16)
-    optimizer = MasterWeightOptimizer(model, OPTIM, master=True, adds_up=False, partial=["1.weight"])
+    optimizer = masters_of(model, adds_up=False, partial=["1.weight"])
     backward(model, 0)
     optimizer.accumulate()
     dtypes = {name: gradient.dtype for name, gradient in optimizer.gradients().items()}
@@ -181,12 +190,10 @@ def test_states_fit_any_number_of_micro_batches(adds_up):
     def steps(model, optimizer, seeds):
         for seed in seeds:
             backward(model, seed)
-            optimizer.accumulate()
-            optimizer.step(1e-3, optimizer.gradient_norm(1.0))
-            optimizer.zero_grad()
+            take(optimizer)
 
     model = make_model(torch.bfloat16)
-    first = MasterWeightOptimizer(model, OPTIM, master=True, adds_up=adds_up[0])
+    first = masters_of(model, adds_up=adds_up[0])
     steps(model, first, range(5))
     saved, weights = copy.deepcopy(first.state_dict()), copy.deepcopy(model.state_dict())
     tensors = {name: value.clone() for name, value in first.tensors().items()}
@@ -194,7 +201,7 @@ def test_states_fit_any_number_of_micro_batches(adds_up):
     for in_place in (False, True):
         twin = make_model(torch.bfloat16)
         twin.load_state_dict(weights)
-        second = MasterWeightOptimizer(twin, OPTIM, master=True, adds_up=adds_up[1])
+        second = masters_of(twin, adds_up=adds_up[1])
         if in_place:
             steps(twin, second, range(2))
             twin.load_state_dict(weights)
@@ -214,7 +221,7 @@ def test_the_norm_is_of_unscaled_gradients_and_shows_overflow():
     norms = []
     for scale in (1.0, 1024.0):
         model = make_model(torch.bfloat16)
-        optimizer = MasterWeightOptimizer(model, OPTIM, master=True)
+        optimizer = masters_of(model)
         backward(model, 0, factor=scale)
         optimizer.accumulate()
         norms.append(optimizer.gradient_norm(scale).item())
@@ -319,15 +326,13 @@ def test_a_step_equals_that_of_an_optimizer_with_these_settings(states):
 
 
 def test_a_run_prints_its_groups(make_config, tmp_path):
-    seen = Recorder()
-    run(make_config(optim={"groups": GROUPS}), out=tmp_path, progress=seen)
+    seen = recorded(make_config(optim={"groups": GROUPS}), tmp_path)
     rows = [note.split("  ") for note in seen.notes if " elements)" in note]
     assert [row[0] for row in rows] == ["others", "*norm*", "model.layers.0"]
     assert [row[-2].strip() for row in rows] == ["lr 0.01", "lr 0.001", "lr 0.01"]
-    seen = Recorder()
-    result = run(make_config(optim={"name": "muon"}), out=tmp_path / "muon", progress=seen)
+    seen = recorded(make_config(optim={"name": "muon"}), tmp_path / "muon")
     assert [note.split("  ")[0] for note in seen.notes if "  muon  " in note] == ["others"]
-    assert result.losses.final < result.losses.first
+    assert seen.result.losses.final < seen.result.losses.first
 
 
 def test_which_parameters_muon_optimizes(make_config):
@@ -387,5 +392,5 @@ def test_evaluation_and_export_of_the_average(make_config, tmp_path):
     assert measured["loss"] == pytest.approx(last["loss_ema"], abs=1e-4)
     with pytest.raises(ConfigError, match="has no averaged weights: train with optim.ema"):
         export(latest_checkpoint(tmp_path / "plain"), tmp_path / "none", ema=True)
-    with pytest.raises(ConfigError, match=r"another run: there optim.ema = 0.9, here unset"):
-        run(make_config(**sections | {"optim": {}, "eval": {"fraction": 0.3}}), out=tmp_path / "run", resume=True)
+    without = make_config(**sections | {"optim": {}, "eval": {"fraction": 0.3}})
+    refused_run(r"another run: there optim.ema = 0.9, here unset", without, tmp_path / "run", resume=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import LLAMA, load
+from tiny_runs import LLAMA, load, slow
 from transformers import AutoModelForCausalLM
 
 from octavo.nn.causal import IGNORE
@@ -67,12 +67,8 @@ MODELS = {
 @pytest.mark.parametrize(
     ("model", "attention"),
     [
-        pytest.param(
-            model, attention, marks=[pytest.mark.slow] * (attention == "eager" and model not in ("llama", "gemma2"))
-        )
-        for model in MODELS
-        for attention in ("sdpa", "eager")
-        if (model, attention) != ("gemma2", "sdpa")
+        *((model, "sdpa") for model in MODELS if model != "gemma2"),
+        *(slow(model, "eager", unless=model in ("llama", "gemma2")) for model in MODELS),
     ],
 )
 def test_losses_of_documents_are_those_on_their_own(model, attention, make_config, lines):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_runs import job, load, losses
+from tiny_runs import job, load, losses, slow
 from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
@@ -38,14 +38,8 @@ pytestmark = pytest.mark.dist
 LAYER = "model.layers.0.mlp.up_proj.weight"
 
 EVERYTHING = {"level": "fp8+activations+optimizer"}
-MODES = {
-    "zero3": {}, "zero2": {"reshard_after_forward": False}, "ddp": {"dp_shard": 1, "dp_replicate": 2},
-    "offload": {"cpu_offload": True},
-}  # fmt: skip
-
-
-def slow(value):
-    return pytest.param(value, marks=pytest.mark.slow)
+DDP = {"dp_shard": 1, "dp_replicate": 2}
+MODES = {"zero3": {}, "zero2": {"reshard_after_forward": False}, "ddp": DDP, "offload": {"cpu_offload": True}}
 
 
 @pytest.mark.thorough
@@ -136,24 +130,20 @@ def test_checkpoints_go_to_any_number_of_ranks(gloo, tables, tmp_path, precision
     assert not torch.equal(*(expected[f"optimizer.{LAYER}.{key}{end}"].float() for key in ("exp_avg", "exp_avg_sq")))
 
 
-IN_PLACE = {"dp_shard": 1, "dp_replicate": 2}, {"micro_batches": 4}
-"""DDP, which synchronizes the last of micro-batches whose gradients add up in place."""
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("parallel", "optim"),
-    [({}, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (({"async_save": True}, {}), IN_PLACE))],
-    ids=str,
+    ("parallel", "parts"), [({}, 1), ({"tp": 2}, 2), slow({"async_save": True}, 1), slow(DDP, 4), slow({"pp": 2}, 2)]
 )
-def test_a_resumed_run_is_the_uninterrupted_one(gloo, tables, tmp_path, parallel, optim):
-    settings = tables(run={"save_every": 2, "keep": 2}, precision=EVERYTHING, parallel=parallel, optim=optim)
-    gloo.run(job, 2, settings, str(tmp_path / "whole"))
+def test_a_resumed_run_is_the_uninterrupted_one(gloo, settings, tmp_path, parallel, parts):
+    """Also of DDP, which synchronizes the last of micro-batches whose gradients add up in place."""
+    optim, saves = {"micro_batches": parts}, {"save_every": 2, "keep": 2}
+    made = settings("llama", run=saves, precision=EVERYTHING, parallel=parallel, optim=optim)
+    gloo.run(job, 2, made, str(tmp_path / "whole"))
     assert [path.name for path in checkpoints(tmp_path / "whole")] == ["step-000004", "step-000006"]
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     shutil.rmtree(checkpoints(tmp_path / "part")[-1])
-    gloo.run(job, 2, settings, str(tmp_path / "part"), resume=True)
-    assert_same_ends(settings, tmp_path, "part", "whole")
+    gloo.run(job, 2, made, str(tmp_path / "part"), resume=True)
+    assert_same_ends(made, tmp_path, "part", "whole")
 
 
 @pytest.mark.thorough
@@ -188,28 +178,19 @@ def mistakes_job(cases, out):
     return messages
 
 
-def all_reduce():
-    dist.all_reduce(torch.ones(4))
+def raised(error):
+    raise error
 
 
-def in_fp8():
-    octavo.comm.all_reduce(torch.ones(256))
-
-
-def invalid():
-    dist.new_group(timeout=timedelta(seconds=-1))
-
-
-def out_of_memory():
-    raise dist.DistBackendError("NCCL error: unhandled cuda error (out of memory), socket timeout")
-
-
-def positive():
-    raise RuntimeError("Expected timeout to be positive")
-
-
-def other_shapes():
-    return torch.ones(2) @ torch.ones(3)
+OUT_OF_MEMORY = dist.DistBackendError("NCCL error: unhandled cuda error (out of memory), socket timeout")
+ACTIONS = {
+    "all-reduce": lambda: dist.all_reduce(torch.ones(4)),
+    "all-reduce in FP8": lambda: octavo.comm.all_reduce(torch.ones(256)),
+    "no timeout": lambda: dist.new_group(timeout=timedelta(seconds=-1)),
+    "out of memory": lambda: raised(OUT_OF_MEMORY),
+    "a word of timeouts": lambda: raised(RuntimeError("Expected timeout to be positive")),
+    "other shapes": lambda: torch.ones(2) @ torch.ones(3),
+}
 
 
 def lost_job(action, signal_number):
@@ -221,33 +202,34 @@ def lost_job(action, signal_number):
             dist.barrier()
             if dist.get_rank() == 1:
                 os.kill(os.getpid(), signal_number)
-            model(torch.ones(4)).sum().backward() if action is None else action()
+            model(torch.ones(4)).sum().backward() if action == "backward" else ACTIONS[action]()
     except LostRankError as error:
         raise AssertionError(f"lost: {error}") from None
 
 
-CASES = [(all_reduce, signal.SIGKILL), (in_fp8, signal.SIGKILL), (None, signal.SIGKILL), (all_reduce, signal.SIGSTOP)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("action", "signal_number"), CASES)
+@pytest.mark.parametrize(
+    ("action", "signal_number"),
+    [*((action, signal.SIGKILL) for action in ("all-reduce", "all-reduce in FP8", "backward")),
+     ("all-reduce", signal.SIGSTOP)],
+)  # fmt: skip
 def test_a_rank_that_is_gone(gloo, action, signal_number):
     with pytest.raises(Failed, match=r"rank 1: (its process died|nothing within)") as failed:
         gloo.run(lost_job, 2, action, signal_number, timeout=30.0)
     assert "AssertionError: lost: rank 0: another rank has ended or does not answer" in str(failed.value)
 
 
-@pytest.mark.parametrize("action", [invalid, out_of_memory, positive, other_shapes])
+@pytest.mark.parametrize("action", list(ACTIONS)[2:])
 @on_ranks(2)
 def test_an_error_while_all_ranks_are_alive_is_no_lost_rank(action):
     start = time.monotonic()
     with pytest.raises(RuntimeError) as caught, _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
         try:
-            action()
+            ACTIONS[action]()
         finally:
             dist.barrier()
     assert type(caught.value) in (RuntimeError, dist.DistBackendError)
-    if action in (invalid, out_of_memory):
+    if action in ("no timeout", "out of memory"):
         assert "every other rank is alive" in caught.value.__notes__[0]
     assert time.monotonic() - start < GRACE_SECONDS
 
@@ -260,7 +242,7 @@ def test_a_rank_that_leaves_is_gone():
         if dist.get_rank() == 1:
             raise ValueError("own")
         time.sleep(2 * BEAT_SECONDS)
-        out_of_memory()
+        raise OUT_OF_MEMORY
 
 
 def test_who_counts_is_alive(monkeypatch):

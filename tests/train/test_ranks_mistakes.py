@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_ranks import assert_same_ends
-from tiny_runs import LLAMA, ONE_BLOCK, At, job, load, losses
+from tiny_runs import LLAMA, ONE_BLOCK, At, job, load, losses, slow
 
 from octavo.train import ConfigError, NonFiniteError, RunResult, parse_config, run
 from octavo.train import loop as loop_module
@@ -56,9 +56,6 @@ def test_a_setting_that_differs_is_named_with_its_ranks(gloo, tables, tmp_path):
     for message in gloo.run(differing_job, 3, [one, other, other], str(tmp_path / "out")):
         assert message.startswith("SharedError: the ranks do not train the same: optim.lr = 0.01 on rank 0; 0.02 on ")
         assert "ranks 1, 2" in message
-    unset = tables() | {"parallel": {"dp_replicate": 2, "dp_shard": 1}}
-    for message in gloo.run(differing_job, 2, [tables(), unset], str(tmp_path / "out")):
-        assert "parallel.dp_replicate = 1 on rank 0; 2 on rank 1" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -106,9 +103,7 @@ FAILS = [("metrics", FULL), ("result", FULL), ("progress", KeyError("loss")), ("
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("place", "error"), [*FAILS, *(pytest.param(p, FULL, marks=pytest.mark.slow) for p in ("settings", "step"))]
-)
+@pytest.mark.parametrize(("place", "error"), [*FAILS, slow("settings", FULL), slow("step", FULL)])
 def test_what_fails_on_the_first_rank_ends_all(gloo, tables, tmp_path, place, error):
     """With an error of any type: the others would wait for the first one until the timeout."""
     settings = tables(run={"steps": 3}, precision={"level": "fp8"})
@@ -215,7 +210,7 @@ def lost_job(settings, out, place):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("place", ["reading", pytest.param("trying", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", ["reading", slow("trying")])
 def test_a_lost_rank_is_neither_a_damaged_checkpoint_nor_a_bad_model(gloo, tables, tmp_path, place):
     settings = tables(run={"steps": 3})
     gloo.run(job, 2, settings, str(tmp_path / "run"))

@@ -1,25 +1,29 @@
+"""Resumes: bitwise the uninterrupted run, refused or from the newest whole checkpoint; and stops by a signal."""
+
 import os
 import shutil
 import signal
 import threading
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import tiny_runs
 import torch
-from tiny_runs import LLAMA, VARIANTS, At, Recorder, assert_same, curve, fail, sentences, terminate
+from tiny_runs import LLAMA, At, Recorder, assert_same, killed, recorded, refused_run, rewrite, sentences, terminate
 
-from octavo.train import read_metrics, run
-from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.config.run_config import ConfigError
+from octavo.train import evaluation, loop, read_metrics, run, signals, trainer
+from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
 from octavo.train.data.tokenizer import train_tokenizer
+
+refused = partial(refused_run, resume=True)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "sections", [pytest.param(each, marks=[pytest.mark.slow] * (k in (0, 2, 3, 6))) for k, each in enumerate(VARIANTS)]
-)
-@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("sections", tiny_runs.VARIANTS, ids=str)
+@pytest.mark.parametrize("stop", [tiny_runs.slow(1), 4])
 def test_resume_is_bitwise_the_uninterrupted_run(stop, sections, make_config, tmp_path):
     two_blocks = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 2}}
     config = make_config(**{"model": two_blocks} | sections)
@@ -34,14 +38,12 @@ def test_resume_is_bitwise_the_uninterrupted_run(stop, sections, make_config, tm
 def test_resume_after_a_kill_drops_the_steps_after_the_checkpoint(make_config, tmp_path):
     config = make_config(run={"save_every": 2, "steps": 7})
     run(config, out=tmp_path / "whole")
-    with pytest.raises(RuntimeError, match="killed"):
-        run(config, out=tmp_path / "cut", progress=At(5, fail))
+    killed(config, tmp_path / "cut", 5)
     assert len(read_metrics(tmp_path / "cut")) == 5
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "los')  # what a kill in the middle of a write leaves
-    seen = Recorder()
     with pytest.warns(RuntimeWarning, match=r"metrics.jsonl, line 6 is left out"):
-        run(config, out=tmp_path / "cut", resume=True, progress=seen)
+        seen = recorded(config, tmp_path / "cut", resume=True)
     assert [row.step for row in seen.rows] == [5, 6, 7]
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
@@ -49,36 +51,25 @@ def test_resume_after_a_kill_drops_the_steps_after_the_checkpoint(make_config, t
 def test_resume_of_a_finished_run_and_for_more_steps(make_config, tmp_path):
     constant = {"schedule": "constant"}
     first = run(make_config(optim=constant), out=tmp_path / "a")
-    seen = Recorder()
-    again = run(make_config(optim=constant), out=tmp_path / "a", resume=True, progress=seen)
-    assert seen.rows == [] and "the run has taken its 6 steps: to go on, set run.steps to more" in seen.notes
-    assert replace(again, startup=first.startup) == first
+    again = recorded(make_config(optim=constant), tmp_path / "a", resume=True)
+    assert again.rows == [] and "the run has taken its 6 steps: to go on, set run.steps to more" in again.notes
+    assert replace(again.result, startup=first.startup) == first
     run(make_config(optim=constant, run={"steps": 9}), out=tmp_path / "a", resume=True)
     run(make_config(optim=constant, run={"steps": 9}), out=tmp_path / "b")
     assert_same(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(ConfigError, match=r"run\.steps = 6, but .*step-000009 is already at step 9"):
-        run(make_config(optim=constant), out=tmp_path / "a", resume=True)
+    refused(r"run\.steps = 6, but .*step-000009 is already at step 9", make_config(optim=constant), tmp_path / "a")
 
 
 def test_resume_with_nothing_there_starts_and_says_so(make_config, tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no folder .*a, so no run to resume"):
-        run(make_config(), out=tmp_path / "a", resume=True)
+    refused(r"there is no folder .*a, so no run to resume", make_config(), tmp_path / "a")
     (tmp_path / "a").mkdir()
-    seen = Recorder()
-    assert run(make_config(), out=tmp_path / "a", resume=True, progress=seen).steps == 6
+    seen = recorded(make_config(), tmp_path / "a", resume=True)
+    assert seen.result.steps == 6
     assert any("no checkpoint" in note and "from the first step" in note for note in seen.notes)
 
 
-def refused(message, config, out, resume=True):
-    """The error of a run, which changes no file."""
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=message):
-        run(config, out=out, resume=resume)
-    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-
-
 def test_a_folder_with_a_run_is_never_overwritten(make_config, copied, tmp_path):
-    refused(r"already holds a run .*--resume.*--out", make_config(), copied, resume=False)
+    refused_run(r"already holds a run .*--resume.*--out", make_config(), copied)
     other = make_config(model={"type": "llama", "config": LLAMA | {"hidden_size": 64}})
     refused(r"another run: there model\.config\.hidden_size = 32, here 64", other, copied)
     (tmp_path / "unknown").mkdir()
@@ -111,14 +102,17 @@ def finished(tmp_path_factory):
 @pytest.fixture
 def copied(finished, make_config, tmp_path):
     if not finished.exists():
-        run(make_config(run={"save_every": 3}), out=finished)
+        run(make_config(run=SAVING), out=finished)
     return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+SAVING = {"save_every": 2, "keep": 9}
 
 
 def test_no_lock_is_taken_through_a_link(make_config, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".lock").symlink_to(tmp_path / "gone")
-    refused("out cannot be written", make_config(), tmp_path / "out", resume=False)
+    refused_run("out cannot be written", make_config(), tmp_path / "out")
     assert not (tmp_path / "gone").exists()
 
 
@@ -139,8 +133,7 @@ def test_folders_that_are_no_checkpoints_are_passed_over(copied, make_config):
         (copied / "checkpoints" / name).mkdir()
     (copied / "checkpoints" / "step-0000010" / "mine").touch()
     (copied / "checkpoints" / "step-000100").touch()
-    seen = Recorder()
-    run(make_config(run={"steps": 7}), out=copied, resume=True, progress=seen)
+    seen = recorded(make_config(run={"steps": 7}), copied, resume=True)
     assert [row.step for row in seen.rows] == [7]
     last = latest_checkpoint(copied)
     assert last.name == "step-000007"  # in place of the empty folder
@@ -186,4 +179,107 @@ def test_deterministic_algorithms_are_used_in_the_run_alone(make_config, tmp_pat
     run(make_config(run={"deterministic": True}), out=tmp_path / "deterministic", progress=Asking())
     assert states == [False] * 6 + [True] * 6 and not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    assert curve(tmp_path / "plain") == curve(tmp_path / "deterministic")
+    assert tiny_runs.curve(tmp_path / "plain") == tiny_runs.curve(tmp_path / "deterministic")
+
+
+def damage(folder):
+    tiny_runs.flip(folder / "model.safetensors", 30_000)
+
+
+def test_a_resume_goes_on_from_the_newest_whole_checkpoint(make_config, copied, tmp_path):
+    shutil.copytree(copied, tmp_path / "whole")
+    damage(checkpoints(copied)[-1])
+    (checkpoints(copied)[-2] / "trainer.json").write_text("{}")
+    refused("is damaged: .*or add --best-effort", make_config(run=SAVING), copied)
+    seen = recorded(make_config(run=SAVING), copied, resume=True, best_effort=True)
+    assert [row.step for row in seen.rows] == [3, 4, 5, 6]
+    notes = [note for note in seen.notes if "damaged" in note]
+    assert len(notes) == 2 and "model.safetensors" in notes[0] and notes[1].endswith("It is damaged-step-000004 now")
+    assert_same(copied, tmp_path / "whole")
+    damage(checkpoints(copied)[-1])
+    other = make_config(run=SAVING, optim={"batch": 8})
+    refused_run("optim.lr|of another|differs|Set", other, copied, resume=True, best_effort=True)
+    again = recorded(make_config(run=SAVING), copied, resume=True, best_effort=True)
+    assert any(note.endswith("It is damaged-step-000006-1 now") for note in again.notes)
+
+
+def test_no_whole_checkpoint_is_an_error_and_loses_nothing(make_config, copied):
+    for folder in checkpoints(copied):
+        damage(folder)
+    message = "none of the 3 checkpoints of .* is whole: .*model.safetensors"
+    refused_run(message, make_config(run=SAVING), copied, resume=True, best_effort=True)
+
+
+# --- signals in the middle of a step, an evaluation or a long read ---
+
+
+class Calls:
+    def __init__(self, function, at):
+        self._function, self._at, self.count = function, at, 0
+
+    def __call__(self, *arguments, **named):
+        self.count += 1
+        if self.count == self._at:
+            terminate()
+        return self._function(*arguments, **named)
+
+
+@pytest.mark.thorough
+def test_a_signal_in_an_evaluation(make_config, tmp_path, monkeypatch):
+    config = make_config(eval={"every": 2, "batches": 20}, run={"steps": 4})
+    run(config, out=tmp_path / "whole")
+    calls = Calls(evaluation.tree_map, at=2)
+    rows = []
+
+    def at_first(*arguments):
+        rows.extend(read_metrics(tmp_path / "cut")[len(rows) :])
+        return calls(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "tree_map", at_first)
+        assert run(config, out=tmp_path / "cut").stopped == "sigterm"
+    assert calls.count == 2
+    assert [(row.step, row.held_out) for row in rows] == [(1, None), (2, None)]  # written before its evaluation
+    assert run(config, out=tmp_path / "cut", resume=True).stopped == "done"
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+    assert read_metrics(tmp_path / "whole")[1].held_out
+
+
+@pytest.mark.thorough
+def test_a_signal_between_micro_batches(make_config, tmp_path, monkeypatch):
+    config = make_config(optim={"micro_batches": 4}, precision={"level": "fp8"}, run={"steps": 3})
+    run(config, out=tmp_path / "whole")
+    calls = Calls(trainer.counted, at=6)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "SLOW_STEP_SECONDS", -1.0)
+        patch.setattr(trainer, "counted", calls)
+        result = run(config, out=tmp_path / "cut")
+    assert (result.stopped, result.steps, calls.count) == ("sigterm", 1, 6)
+    assert run(config, out=tmp_path / "cut", resume=True).stopped == "done"
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_layers_with_channel_scales_finish_their_step(make_config, tmp_path, monkeypatch):
+    precision = {"level": "fp8", "recipe": "rowwise_equalized"}
+    config = make_config(optim={"micro_batches": 2}, precision=precision, run={"steps": 3})
+    monkeypatch.setattr(loop, "SLOW_STEP_SECONDS", -1.0)
+    calls = Calls(trainer.counted, at=3)
+    monkeypatch.setattr(trainer, "counted", calls)
+    result = run(config, out=tmp_path)
+    assert (result.stopped, result.steps, calls.count) == ("sigterm", 2, 4)
+
+
+def test_a_long_read_ends(make_config, tmp_path, monkeypatch):
+    class Slow(Recorder):
+        def stage(self, text):
+            if not self.stages:
+                terminate()
+                while not self.stages:
+                    time.sleep(0.01)
+
+    monkeypatch.setattr(signals, "GRACE_SECONDS", 0.1)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        run(make_config(), out=tmp_path / "out", progress=Slow())
+    assert end.value.code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler
+    assert not list((tmp_path / "out").glob("[!.]*"))

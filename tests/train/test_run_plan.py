@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import LLAMA, ONE_BLOCK, load, make_trainer
+from tiny_runs import LLAMA, ONE_BLOCK, load, make_trainer, slow
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
@@ -207,28 +207,15 @@ OFTEN = {("h100", "recipe=auto"), ("b200", "recipe=blockwise"), ("a100", "level=
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("gpu", "precision"),
-    [
-        pytest.param(gpu, each, marks=[pytest.mark.slow] * ((gpu, each) not in OFTEN))
-        for gpu in ("h100", "b200", "a100")
-        for each in CONVERTING
-    ],
-)
-def test_this_configuration_is_what_train_converts(gpu, precision, monkeypatch):
-    config = load_config(OWN_DATA, [*SMALLER, f"precision.{precision}"])
-    rows = plan_step(config, gpu=gpu).configured.plan.rows
-    assert {row.name: row.recipe for row in rows if row.converted} == converted_by_train(config, gpu, monkeypatch)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
     ("path", "overrides", "gpu"),
     [(DEMO, SMALLER, "a100"), (DEMO, [*SMALLER, "precision.level=fp8", "precision.autopilot=true"], "b200")]
-    + [pytest.param(path, [], gpu, marks=pytest.mark.slow) for path in MEASURED for gpu in DEVICES]
-    + [pytest.param(path, [], "h100", marks=pytest.mark.slow) for path in SHIPPED if path not in MEASURED],
+    + [slow(OWN_DATA, [*SMALLER, f"precision.{each}"], gpu, unless=(gpu, each) in OFTEN)
+       for gpu in ("h100", "b200", "a100") for each in CONVERTING]
+    + [slow(path, [], gpu) for path in MEASURED for gpu in DEVICES]
+    + [slow(path, [], "h100") for path in SHIPPED if path not in MEASURED],
     ids=lambda value: value.name if isinstance(value, Path) else None if isinstance(value, list) else value,
-)
-def test_every_shipped_configuration_is_planned_on_every_gpu(path, overrides, gpu, monkeypatch):
+)  # fmt: skip
+def test_every_configuration_is_planned_on_every_gpu_as_train_converts_it(path, overrides, gpu, monkeypatch):
     result = command("plan", path, *overrides, "--gpu", gpu, "--json")
     assert result.exit_code == 0, result.output
     recipes = {row["name"]: row["recipe"]["name"] for row in json.loads(result.stdout)["configured"]["modules"]

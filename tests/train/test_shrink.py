@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import sentences
+from tiny_runs import sentences, slow
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo.nn.convert import rule_plan
@@ -147,10 +147,7 @@ def on(text, length):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name",
-    ["llama3-8b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("command-r-35b", "deepseek-v3-16b"))],
-)
+@pytest.mark.parametrize("name", ["llama3-8b", slow("command-r-35b"), slow("deepseek-v3-16b")])
 def test_a_few_steps_run(name, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(sentences(3000))

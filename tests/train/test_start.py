@@ -8,26 +8,14 @@ import time
 
 import pytest
 import torch
-from tiny_runs import GPT2, LLAMA, Recorder, load, make_trainer, terminate
+from tiny_runs import GPT2, LLAMA, Recorder, make_trainer, refused_run, terminate
 from transformers import AutoModelForCausalLM
 
 from octavo.runtime.stopwatch import Stopwatch, timed
 from octavo.train import RunResult, disk, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.config.run_config import ConfigError
-from octavo.train.model import build_model
 
 BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-@pytest.fixture
-def checkpoint(make_config, tmp_path):
-    config = make_config(precision={"parameters": "fp32"})
-    tokenizer = load(config).tokenizer
-    model = build_model(config, tokenizer)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save(tmp_path / "model")
-    return tmp_path / "model"
 
 
 @pytest.mark.slow
@@ -41,8 +29,7 @@ def test_one_process_at_a_time(make_config, tmp_path):
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         for resume in (False, True):
-            with pytest.raises(ConfigError, match=r"another process is training into .*out"):
-                run(make_config(), out=tmp_path / "out", resume=resume)
+            refused_run(r"another process is training into .*out", make_config(), tmp_path / "out", resume=resume)
         holder.communicate(timeout=60)
     finally:
         holder.kill()
@@ -55,26 +42,21 @@ def test_files_of_the_user_are_not_overwritten(name, make_config, tmp_path):
     (tmp_path / name).write_text("mine")
     (tmp_path / "notes.txt").write_text("mine")
     for resume in (False, True):
-        with pytest.raises(ConfigError, match=f"{name}.* choose another folder"):
-            run(make_config(), out=tmp_path, resume=resume)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine", "notes.txt": "mine"}
+        refused_run(f"{name}.* choose another folder", make_config(), tmp_path, resume=resume)
 
 
 @pytest.mark.parametrize("level", ["bf16", "fp8"])
 def test_a_model_that_cannot_run_a_batch(level, make_config, tmp_path):
     heads = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3}
     model = {"type": "llama", "config": LLAMA | heads}
-    with pytest.raises(ConfigError, match=r"the model cannot run a batch of \[1, 16\]: \S"):
-        run(make_config(model=model, precision={"level": level}, optim={"micro_batches": 4}), out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    config = make_config(model=model, precision={"level": level}, optim={"micro_batches": 4})
+    refused_run(r"the model cannot run a batch of \[1, 16\]: \S", config, tmp_path / "out")
 
 
 @pytest.mark.parametrize("parameters", ["bf16", "fp32", "fp16"])
 def test_a_model_that_sees_later_tokens(parameters, make_config, tmp_path):
     config = make_config(model={"type": "bert", "config": BERT}, precision={"parameters": parameters})
-    with pytest.raises(ConfigError, match=r"BertLMHeadModel is not causal: .*contain the answer"):
-        run(config, out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    refused_run(r"BertLMHeadModel is not causal: .*contain the answer", config, tmp_path / "out")
     decoder = {"type": "bert", "config": BERT | {"is_decoder": True}}
     run(make_config(model=decoder, run={"steps": 1}, optim={"warmup": 0}), out=tmp_path / "out")
 
@@ -98,20 +80,19 @@ def test_a_causal_model_passes_and_is_left_as_it_was(sections, make_config):
     assert all(param.grad is None for param in trainer.model.parameters())
 
 
-def test_weights_that_are_not_finite(make_config, checkpoint, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+def test_weights_that_are_not_finite(make_config, saved_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(saved_model)
     model.model.norm.weight.data[0] = torch.nan
-    model.save_pretrained(checkpoint)
-    with pytest.raises(ConfigError, match=r"model\.path = .*: model\.norm\.weight is not finite in bf16"):
-        run(make_config(model={"path": str(checkpoint)}), out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    model.save_pretrained(saved_model)
+    config = make_config(model={"path": str(saved_model)})
+    refused_run(r"model\.path = .*: model\.norm\.weight is not finite in bf16", config, tmp_path / "out")
 
 
 @pytest.mark.parametrize("precision", [{}, {"parameters": "fp16"}, {"master": "remainder"}], ids=str)
-def test_masters_take_all_bits_of_a_checkpoint(precision, make_config, checkpoint):
+def test_masters_take_all_bits_of_a_checkpoint(precision, make_config, saved_model):
     states = {"states": "fp8"} if "master" in precision else {}
-    trainer = make_trainer(make_config(model={"path": str(checkpoint)}, precision=precision, optim=states))
-    exact = dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).named_parameters())
+    trainer = make_trainer(make_config(model={"path": str(saved_model)}, precision=precision, optim=states))
+    exact = dict(AutoModelForCausalLM.from_pretrained(saved_model, dtype=torch.float32).named_parameters())
     params = dict(trainer.model.named_parameters())
     masters = dict(zip(params, trainer.optimizer.masters(), strict=True))
     assert masters.keys() == exact.keys() and all(torch.equal(masters[name], exact[name]) for name in exact)

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 from fake_runs import operand, sample
-from tiny_runs import At, curve, fail, make_trainer
+from tiny_runs import curve, killed, make_trainer
 
 from octavo.experiments.demo import demo_configs
 from octavo.inspect.findings import OPERANDS
@@ -49,8 +49,7 @@ def test_rows_of_sampled_steps_and_nothing_else_changes(make_config, tmp_path):
 
 def test_looking_may_begin_and_end_on_resume(make_config, tmp_path):
     saved = {"save_every": 2}
-    with pytest.raises(RuntimeError, match="killed"):
-        run(looked(make_config, run=saved), out=tmp_path, progress=At(5, fail))
+    killed(looked(make_config, run=saved), tmp_path, 5)
     run(looked(make_config, every=0, run=saved), out=tmp_path, resume=True)
     assert steps_of(tmp_path) == [2, 4]
 

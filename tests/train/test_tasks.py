@@ -5,15 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import assert_resumes, image_tables
+from tiny_runs import assert_resumes, build_task, image_tables
 
 from octavo.train import ConfigError, RunResult, load_config, parse_config, read_metrics, run
 from octavo.train.config.shrink import change_of
 from octavo.train.data.images import ImageShape, load_images
-from octavo.train.model import check_model
 from octavo.train.record.progress import NullProgress
 from octavo.train.run_plan import plan_memory, plan_step
-from octavo.train.tasks.registry import task_of
 
 pytest.importorskip("sklearn")
 
@@ -83,19 +81,13 @@ def test_mistakes(changes, message):
         ({"type": "llama", "config": {}}, 'model.type = "llama" is not an image classifier'),
         ({"type": "vitt", "config": {}}, "did you mean"),
         ({"config": {"hiden_size": 3}}, "did you mean"),
+        ({"config": VIT | {"num_labels": 7}}, "7 classes, and the data has 10"),
     ],
-    ids=["llama", "vitt", "hiden_size"],
+    ids=["llama", "vitt", "hiden_size", "classes"],
 )
-def test_models_of_other_kinds(model, message):
-    config = parse_config(tables(model=model))
+def test_models_that_do_not_fit(model, message):
     with pytest.raises(ConfigError, match=message):
-        check_model(config.model, task_of(config).kind)
-
-
-def test_a_wrong_number_of_classes(digits):
-    config = parse_config(tables(model={"config": VIT | {"num_labels": 7}}))
-    with pytest.raises(ConfigError, match="7 classes, and the data has 10"):
-        task_of(config)(config, digits).build()
+        build_task(parse_config(tables(model=model)))
 
 
 @pytest.mark.thorough

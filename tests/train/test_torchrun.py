@@ -7,9 +7,9 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from test_long_runs import children
 from tiny_runs import losses
 
 from octavo.train import RunResult, read_metrics
@@ -19,19 +19,21 @@ from octavo.train.loop import run
 
 pytestmark = pytest.mark.dist
 
-PATIENCE = 240.0  # Seconds that anything here may take, on a busy machine
+PATIENCE = 600.0  # Seconds that anything here may take, on a busy machine
 
 
 class Launched:
-    def __init__(self, config, out, *options, ranks=2, restarts=0, command="train"):
+    """A run under torchrun, or under its own supervisor; killed at the end, if it still runs."""
+
+    def __init__(self, config, out, *options, torchrun=True, restarts=0):
         self.log = out.parent / f"{out.name}.log"
         self._file = self.log.open("w")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = ["--max-restarts", str(restarts), "-m", "octavo", command, str(config), "--out", str(out), *options]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
+        command = ["-m", "octavo", "train", str(config), "--out", str(out), *options]
         self._process = subprocess.Popen(
-            [*launcher, *command], stdout=self._file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+            [sys.executable, *(launcher if torchrun else ()), *command], stdout=self._file, stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+        )  # fmt: skip
 
     def __enter__(self):
         return self
@@ -49,7 +51,8 @@ class Launched:
         return self._process.pid
 
     def workers(self):
-        return sorted(children(self.pid))
+        path = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+        return sorted(map(int, path.read_text().split())) if path.exists() else []
 
     def until(self, condition):
         end = time.monotonic() + PATIENCE

@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from test_packing import PACKED
-from tiny_runs import LLAMA, Recorder, curve, load
+from tiny_runs import LLAMA, load, recorded, slow
 from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 import octavo
 from octavo.planner.fake import fake_tensors
 from octavo.planner.trace import trace
 from octavo.runtime.torch_compat import TorchDispatchMode
-from octavo.train import ConfigError, compiled_blocks, packed_attention, run
+from octavo.train import ConfigError, compiled_blocks, packed_attention
 from octavo.train.model import MASKED, auto_attention, build_model
 from octavo.train.packed_attention import NAME, document_offsets, documents, is_varlen
 from octavo.train.run_plan import plan_configured, plan_memory
@@ -209,12 +209,11 @@ def losses(make_config, lines, tmp_path):
 
     def losses(attention="varlen", **sections):
         model = {"type": "qwen3", "config": LLAMA | {"head_dim": 16}, "attention": attention}
-        recorder, out = Recorder(), tmp_path / str(len(list(tmp_path.iterdir())))
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
         own = {"precision": {"parameters": "fp32"}, "optim": {"micro_batches": 2, "lr": 1e-3}, "run": {"steps": 4}}
         data = {"data": PACKED | lines, "eval": {"every": 2, "fraction": 0.3}}
-        config = make_config(model=model, **own | data | sections)
-        held_out = run(config, out=out, progress=recorder).held_out
-        return [*(row[2] for row in curve(out)), *held_out.values()], " ".join(recorder.notes)
+        seen = recorded(make_config(model=model, **own | data | sections), out)
+        return [*(row.loss for row in seen.rows), *seen.result.held_out.values()], " ".join(seen.notes)
 
     return losses
 
@@ -240,9 +239,7 @@ def test_runs(losses):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
-@pytest.mark.parametrize(
-    "backend", ["eager", *(pytest.param(b, marks=pytest.mark.slow) for b in ("aot_eager", "inductor"))]
-)
+@pytest.mark.parametrize("backend", ["eager", slow("aot_eager"), slow("inductor")])
 @pytest.mark.thorough
 def test_compiled_blocks(losses, monkeypatch, backend):
     torch._dynamo.reset()

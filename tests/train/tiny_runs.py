@@ -11,20 +11,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.config.run_config import parse_config
+from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.data.load import load_corpus
 from octavo.train.loop import run
+from octavo.train.model import check_model
 from octavo.train.record.metrics import read_metrics
 from octavo.train.record.progress import NullProgress
+from octavo.train.tasks.registry import task_of
 from octavo.train.trainer import Trainer
 
 LLAMA = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 64,
 }  # fmt: skip
-
-
+TIED = {"type": "llama", "config": LLAMA | {"tie_word_embeddings": True}}
 ONE_BLOCK = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}}
 WIDE_LLAMA = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -33,6 +35,18 @@ WIDE_LLAMA = {
 """Heads and features that two ranks can share."""
 MIXTRAL = WIDE_LLAMA | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
 PIPELINE = WIDE_LLAMA | {"num_hidden_layers": 4, "tie_word_embeddings": False}
+
+
+def build_task(config):
+    """The model of a run, after its settings were checked and its data read."""
+    kind = task_of(config)
+    check_model(config.model, kind.kind)
+    return kind(config, kind.load(config, NullProgress())).build()
+
+
+def slow(*values, unless=False):
+    """A case that takes minutes, unless something holds."""
+    return pytest.param(*values, marks=() if unless else pytest.mark.slow)
 
 
 class Recorder(NullProgress):
@@ -61,6 +75,12 @@ def flip(path, bit):
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
+
+
+def rewrite(path, content):
+    """Change a file of a checkpoint with its digests, as before they were written, or by who can write them."""
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    write_digests(path.parent, {})
 
 
 def put(path, *rows):
@@ -117,8 +137,39 @@ def scaled_losses(factor, name="loss"):
     return mock.patch.object(Trainer, name, lambda trainer, *batch: method(trainer, *batch) * factor(trainer))
 
 
+def recorded(config, out, **options):
+    """What a run tells, and its `result`."""
+    seen = Recorder()
+    seen.result = run(config, out=out, progress=seen, **options)
+    return seen
+
+
+def refused_run(message, config, out, **options):
+    """A run that raises this error, and changes and leaves no file."""
+
+    def files():
+        return out.exists(), {path: path.is_file() and path.read_bytes() for path in out.rglob("*")}
+
+    before = files()
+    with pytest.raises(ConfigError, match=message):
+        run(config, out=out, **options)
+    assert files() == before
+
+
+def before_steps(action):
+    """Runs in which each step begins with `action(trainer)`."""
+    train_step = Trainer.train_step
+    return mock.patch.object(Trainer, "train_step", lambda trainer: action(trainer) or train_step(trainer))
+
+
 def fail():
     raise RuntimeError("killed")
+
+
+def killed(config, out, step):
+    """A run that dies after a step."""
+    with pytest.raises(RuntimeError, match="killed"):
+        run(config, out=out, progress=At(step, fail))
 
 
 def terminate():
@@ -151,8 +202,7 @@ def assert_same(a, b):
 
 def assert_resumes(config, folder):
     """A run killed after its third step goes on to all that the whole one has, which is in `folder / "whole"`."""
-    with pytest.raises(RuntimeError, match="killed"):
-        run(config, out=folder / "halves", progress=At(3, fail))
+    killed(config, folder / "halves", 3)
     run(config, out=folder / "halves", resume=True)
     assert_same(folder / "whole", folder / "halves")
 
@@ -181,13 +231,13 @@ def curve(out):
 
 GROUPS = [{"match": "*norm*", "lr": 1e-3}, {"match": "model.layers.0", "weight_decay": 0.0}]
 VARIANTS = [
-    {},
+    slow({}),
     {"precision": {"level": "fp8"}, "optim": {"micro_batches": 2}},
-    {"precision": {"parameters": "fp16", "loss_scale": "dynamic"}},
-    {"precision": {"parameters": "fp32", "checkpointing": "selective"}},
+    slow({"precision": {"parameters": "fp16", "loss_scale": "dynamic"}}),
+    slow({"precision": {"parameters": "fp32", "checkpointing": "selective"}}),
     {"precision": {"level": "fp8", "master": "remainder"}, "optim": {"states": "fp8", "micro_batches": 2}},
     {"model": GPT2},  # dropout
-    {"model": {"type": "llama", "config": LLAMA | {"tie_word_embeddings": True}}, "precision": {"master": "none"}},
+    slow({"model": TIED, "precision": {"master": "none"}}),
     {"optim": {"groups": GROUPS}, "precision": {"level": "fp8+activations+optimizer"}},
     {"optim": {"name": "muon", "ema": 0.5}, "precision": {"level": "fp8+activations+optimizer"}},
     {
