@@ -1,11 +1,18 @@
+"""How a backend is chosen, probed before its first use, and what of that the next process knows."""
+
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 
+from octavo.cli import kernels
+from octavo.kernels import calibration, probe_cache
 from octavo.kernels.gemm import SCALED_MM, accelerated
 from octavo.kernels.registry import OPS, Backend, Op, status
 from octavo.numerics import RECIPES
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_every_case_has_exactly_one_chosen_backend_and_every_other_a_reason():
@@ -31,28 +38,34 @@ def make_op(run=lambda: 42, probe=None, **options):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, tmp_path):
+    """A pretended GPU with a driver, and a cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return torch.device("cuda", 0)
+    monkeypatch.setattr(probe_cache, "cuda_driver_version", lambda: 12080)
+    monkeypatch.setattr(probe_cache, "DRIVER", tmp_path / "driver")
+    probe_cache._read.cache_clear()
+    yield tmp_path
+    probe_cache._read.cache_clear()
+    calibration.clear_cache()
 
 
 def test_emulation_on_a_gpu_warns_once_whatever_the_shapes(gpu):
     op = make_op(unsupported_reason=lambda device, case: "not today")
     with pytest.warns(RuntimeWarning, match="answer .* is emulated on cuda:0: .* triton: not today") as caught:
         for rows in (1, 2, 3):
-            assert op.choose(gpu, (), (rows, 4)).name == "reference"
+            assert op.choose(GPU, (), (rows, 4)).name == "reference"
     assert len(caught) == 1
 
 
 def test_the_cache_of_choices_by_shape_is_bounded(monkeypatch, gpu):
-    from octavo.kernels import registry
-
-    monkeypatch.setattr(registry, "MAX_CACHED_SHAPES", 10)
+    monkeypatch.setattr("octavo.kernels.registry.MAX_CACHED_SHAPES", 10)
     op = make_op()
     for rows in range(100):
-        assert op.choose(gpu, (), (rows, 4)).name == "triton"
+        assert op.choose(GPU, (), (rows, 4)).name == "triton"
     assert len(op._measured) <= 10
 
 
@@ -86,14 +99,7 @@ def test_a_probe_sees_real_tensors_under_fake_tensor_mode():
 
 
 def test_running_out_of_memory_is_not_cached():
-    calls = []
-
-    def probe(backend, device, case):
-        calls.append(1)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    op = make_op(probe=probe)
+    op = make_op(probe=mock.Mock(side_effect=[torch.OutOfMemoryError("CUDA out of memory"), None]))
     with pytest.raises(torch.OutOfMemoryError):
         op.choose(CPU, ())
     assert op.choose(CPU, ()).name == "triton"
@@ -122,12 +128,102 @@ def test_gpus_without_fp8_run_no_kernel_of_octavo(monkeypatch, capability, hip, 
     """MI300X reports capability (9, 4); an A100 would fail in ptxas."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    device = torch.device("cuda", 0)
     for name, op in OPS.items():
         case = next(iter(op.cases.values()))
         for backend in op.backends.values():
-            why = backend.unsupported_reason(device, case)
+            why = backend.unsupported_reason(GPU, case)
             if reason is None:
                 assert why is None or "sm_" not in why, f"{name} {backend.name}: {why}"
             elif backend.name not in ("torch_bf16", "reference"):
                 assert reason in why, f"{name} {backend.name}: {why}"
+
+
+# --- probes that passed in another process ---
+
+
+def probes(result: str | None = None, device: torch.device = GPU) -> list[str]:
+    """The backends that a new process probes for one case."""
+    probed = []
+
+    def probe(backend, device, case):
+        probed.append(backend.name)
+        return result
+
+    op = make_op(probe=probe)
+    probe_cache._read.cache_clear()
+    assert op.unavailable_reason(op.backends["triton"], device, ()) == (result if probed else None)
+    return probed
+
+
+def test_a_probe_that_passed_does_not_run_in_the_next_process(gpu):
+    assert [probes() for _ in range(3)] == [["triton"], [], []]
+    assert probes(device=CPU) == ["triton"]
+
+
+def test_a_probe_that_failed_runs_again(gpu):
+    assert [probes("wrong number"), probes("wrong number"), probes(), probes()] == [["triton"]] * 3 + [[]]
+
+
+CHANGES = {
+    "GPU": (torch.cuda, "get_device_name", lambda device: "another GPU"),
+    "capability": (torch.cuda, "get_device_capability", lambda device: (10, 0)),
+    "CUDA": (probe_cache, "cuda_driver_version", lambda: 13000),
+    "torch": (torch, "__version__", "2.99"),
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "driver", "sources"])
+def test_another_gpu_driver_version_or_kernel_is_probed(gpu, monkeypatch, change):
+    probes()
+    if change in CHANGES:
+        monkeypatch.setattr(*CHANGES[change])
+    elif change == "driver":
+        (gpu / "driver").write_text("NVRM version 580")
+    else:
+        (gpu / "octavo/kernels").mkdir(parents=True)
+        (gpu / "octavo/kernels/gemm.py").write_text("changed")
+        monkeypatch.setattr(probe_cache, "__file__", str(gpu / "octavo/kernels/probe_cache.py"))
+        probe_cache._digest_of_sources.cache_clear()
+    assert probes() == ["triton"]
+    probe_cache._digest_of_sources.cache_clear()
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"a": 1}', "[1, 2]", "[[[]]]", "\x00\xff"])
+def test_a_damaged_file_costs_probes_only(gpu, content):
+    probes()
+    path = probe_cache.path(GPU)
+    path.write_text(content)
+    assert [probes(), probes()] == [["triton"], []]
+
+
+def test_a_folder_that_cannot_be_written_costs_probes_only(gpu):
+    (gpu / "octavo").write_text("a file")
+    assert [probes(), probes()] == [["triton"]] * 2
+
+
+def test_processes_keep_each_others_results(gpu):
+    assert not probe_cache.has_passed(GPU, ("a",))
+    path = probe_cache.path(GPU)
+    path.parent.mkdir(parents=True)
+    path.write_text('[["b"]]')
+    probe_cache.add(GPU, ("a",))
+    assert probe_cache.has_passed(GPU, ("a",)) and probe_cache.has_passed(GPU, ("b",))
+
+
+def test_nothing_is_stored_without_a_driver_and_doctor_forgets(gpu, monkeypatch):
+    probes()
+    path = probe_cache.path(GPU)
+    probe_cache.forget(GPU)
+    assert not path.exists() and probes() == ["triton"] and path.exists()
+    monkeypatch.setattr(probe_cache, "cuda_driver_version", lambda: 0)
+    assert probe_cache.path(GPU) is None and probes() == ["triton"]
+
+
+def test_doctor_probes_afresh_and_shows_the_file(gpu, monkeypatch):
+    probes()
+    properties = SimpleNamespace(name="some GPU", major=9, minor=0, total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(kernels, "accelerated", lambda recipe, device: False)
+    probed = []
+    monkeypatch.setattr(kernels, "status", lambda device: probed.extend(probes()) or [])
+    assert kernels._examine(GPU)["gpu"]["passed probes"] == str(probe_cache.path(GPU)) and probed == ["triton"]
