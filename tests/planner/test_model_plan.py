@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from models import llama
+from test_step_memory import FAST
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -63,7 +64,7 @@ def test_fused_kernels_move_fewer_bytes_in_eager_steps(wide):
 
 def test_convert_does_what_was_planned():
     model = llama()
-    speed = plan(model, 2, 16, device={"like": "h100", "launch_us": 0, "host_us": 0, "memory_tbs": 1000})
+    speed = plan(model, 2, 16, device=FAST)
     assert isinstance(speed, octavo.Plan) and speed.converted
     octavo.convert(model, plan=speed, verbose=False)
     report = octavo.report(model)
@@ -224,10 +225,6 @@ def test_a_calibration_goes_before_the_data_sheet(wide, tmp_path):
     with pytest.raises(ValueError, match="measured on NVIDIA H100 80GB HBM3, not on H200 SXM"):
         plan(wide, 4, 2048, device="h200", calibration=file)
     json.loads(measured.to_json())
-
-
-FAST = {"like": "h100", "launch_us": 0, "host_us": 0, "memory_tbs": 1000}
-"""A GPU on which small layers gain."""
 
 
 @pytest.mark.slow

@@ -1,16 +1,17 @@
 """Memory of a rank of many: within 5 % of FSDP2 steps recorded storage by storage."""
 
+import copy
 import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from sharded_arms import ARMS, build, compact
 from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.nn.causal import chunked_loss
+from octavo.parallel import Parallel, parallelize
 from octavo.planner.fake import fake_batch, fake_tensors
 from octavo.planner.model_plan import default_loss, trace_step
 from octavo.planner.step import StepConfig
@@ -32,6 +33,38 @@ from octavo.runtime.blocks import find_blocks
 
 TRACED = json.loads((Path(__file__).parents[2] / "benchmarks/results/simulated/scaling.json").read_text())
 CPU = torch.device("cpu")
+ARMS = {
+    "bf16": ("bf16", "off"),
+    "fp8": ("fp8", "off"),
+    "fp8, FP8 gather": ("fp8", "gather"),
+    "fp8+activations+optimizer, all FP8": ("fp8+activations+optimizer", "on"),
+}
+"""Level of precision, and `fp8_comm`. The last one has bf16 shards and `octavo.AdamW`, the others fp32 shards."""
+
+
+def compact(arm):
+    """Whether `octavo.AdamW` holds the states, beside bf16 shards."""
+    return octavo.Precision.level(ARMS[arm][0]).states == "fp8"
+
+
+def build(kind, config, arm):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        settings = AutoConfig.for_model(kind, **config)
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16 if compact(arm) else torch.float32)
+    return octavo.convert(model.train(), precision=octavo.Precision.level(ARMS[arm][0]), verbose=False)
+
+
+def sharded(converted, arm, *, recompute=False):
+    """A copy of a model on meta, sharded over the world there is."""
+    model = copy.deepcopy(converted)
+    chunked_loss(model)
+    blocks = find_blocks(model)
+    parallelize(model, Parallel(fp8_comm=ARMS[arm][1]), dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in blocks if recompute else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
 
 
 def predicted(name, arm, recompute):

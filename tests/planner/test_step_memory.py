@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from models import MLP, llama
-from sharded_arms import ARMS, build, sharded
+from test_sharded_memory import ARMS, build, sharded
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
