@@ -1,5 +1,5 @@
 """Train a small Llama in FP8 for 50 steps by one tool, and go on from its last checkpoint: `tool_run.py TOOL FOLDER
-RECIPE [KILL_AT]`.
+[KILL_AT]`.
 
 Each loss goes to FOLDER/losses.jsonl at once; with KILL_AT, the process ends itself by SIGKILL after that step. At the
 end FOLDER/weights has a digest of the parameters. "plain" is the loop that all tools are compared with.
@@ -222,10 +222,10 @@ def fabric(folder, precision, record):
     return model.module
 
 
-def main(tool, folder, recipe, kill_at="0"):
+def main(tool, folder, kill_at="0"):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    precision = octavo.Precision.level("fp8+activations+optimizer", recipe=recipe)
+    precision = octavo.Precision.level("fp8+activations+optimizer", recipe="rowwise_equalized")
     warnings.filterwarnings("error", "octavo")
     model = globals()[tool](folder, precision, Record(folder, int(kill_at)))
     (folder / "weights").write_text(digest(model.state_dict()))
