@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tiny_runs
 import torch
-from tiny_runs import LLAMA, At, Recorder, assert_same, killed, recorded, refused_run, rewrite, sentences, terminate
+from tiny_runs import LLAMA, At, Recorder, assert_same, killed, recorded, refused_run, sentences, terminate
 
 from octavo.train import evaluation, loop, read_metrics, run, signals, trainer
 from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
