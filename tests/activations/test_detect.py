@@ -9,7 +9,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 import octavo
-from octavo.activations import formulas
+from octavo.activations import detect, formulas
 from octavo.activations.detect import Activation, Glu, Norm, activation_of, spec_of
 from octavo.activations.verify import check_registered
 from support.gated import JointlyGatedMLP
@@ -184,13 +184,8 @@ class Gated(nn.Module):
 
 
 @pytest.fixture
-def registering():
-    from octavo.activations import detect as module
-
-    before = dict(module._REGISTERED)
-    yield
-    module._REGISTERED.clear()
-    module._REGISTERED.update(before)
+def registering(monkeypatch):
+    monkeypatch.setattr(detect, "_REGISTERED", detect._REGISTERED.copy())
 
 
 def test_a_registered_class_stores(registering):

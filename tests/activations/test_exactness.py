@@ -14,7 +14,8 @@ from torch import nn
 
 import octavo
 from octavo.numerics import sqnr
-from tensors import randn
+from support import gated
+from tensors import randn, same
 
 FP8_ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
 TOKENS, WIDTH, HEADS = 128, 64, 4
@@ -102,18 +103,12 @@ class Block(nn.Module):
         return x + self.mlp(self.norm_2(x))
 
 
-class GatedMLP(nn.Module):
-    """As Llama's."""
-
+class GatedMLP(gated.GatedMLP):
     def __init__(self, act=None, bias=0.0):
-        super().__init__()
         torch.manual_seed(5)
-        self.gate_proj, self.up_proj = nn.Linear(WIDTH, 96), nn.Linear(WIDTH, 96)
-        self.down_proj, self.act_fn = nn.Linear(96, WIDTH), act or nn.SiLU()
+        super().__init__(WIDTH, 96)
+        self.act_fn = act or self.act_fn
         self.gate_proj.bias.data += bias
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 @pytest.mark.parametrize(("size", "norm"), [(4.0, nn.LayerNorm), (8.0, nn.RMSNorm)])
@@ -538,7 +533,7 @@ def test_hooks_that_are_forbidden_leave_modules_as_they_are():
     plain(x).sum().backward()
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
         model(x).sum().backward()
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    assert same(*([p.grad for p in one.parameters()] for one in (plain, model)))
 
 
 class ScaledSums(nn.Module):

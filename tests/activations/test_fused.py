@@ -6,7 +6,6 @@ import dataclasses
 import pytest
 import torch
 from families import batch_of, model_of, train_step
-from models import assert_same
 from test_modules import OddRMSNorm
 from torch import nn
 from torch.nn.utils import parametrize
@@ -18,6 +17,7 @@ from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import sqnr
 from octavo.planner.trace import trace
 from octavo.runtime.torch_compat import TorchDispatchMode, tree_leaves
+from tensors import same
 
 FUSED = octavo.Precision(matmul="bf16", activations="fused")
 NORMS = {"llama": 3, "qwen3": 5, "gemma3_text": 7, "phi3": 3, "cohere": 2, "mixtral": 3}
@@ -142,19 +142,19 @@ def test_switches(family):
     with torch.inference_mode():  # and without gradients, as reentrant checkpoints run forward first
         assert torch.equal(model.eval()(**batch).last_hidden_state, fused[0])
     copied = copy.deepcopy(model.train())
-    assert_same(fused[1], train_step(copied, batch)[1])
+    assert same(fused[1], train_step(copied, batch)[1])
     with octavo.disabled():
         y, grads = train_step(model, batch)
     assert torch.equal(y, expected[0])
-    assert_same(expected[1], grads)
+    assert same(expected[1], grads)
     layer = copied.layers[0]
     for reentrant in (False, True):
         layer.forward = lambda *args, reentrant=reentrant, **kwargs: checkpoint(
             lambda *more: type(layer).forward(layer, *more, **kwargs), *args, use_reentrant=reentrant
         )
-        assert_same(fused[1], train_step(copied, batch)[1])
+        assert same(fused[1], train_step(copied, batch)[1])
     octavo.revert(model)
-    assert_same(expected[1], train_step(model, batch)[1])
+    assert same(expected[1], train_step(model, batch)[1])
     assert not octavo.report(model).activations
 
 

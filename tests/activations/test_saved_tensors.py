@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import batch_of, model_of, train_step
-from models import assert_same
 from test_composition import CHECKPOINTING
 from test_modules import BOTH, ONLY_ACTIVATIONS, by_matmul, flat, storing
 from torch import nn
@@ -21,7 +20,7 @@ from octavo.activations.saved_tensors import MIN_COMPRESS_NUMEL, _decompress, as
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, sqnr
 from octavo.train.compiled_blocks import Checkpointing
-from tensors import randn
+from tensors import randn, same
 
 WEIGHT, OTHER = (nn.Parameter(randn(64, 64, seed=seed)) for seed in (1, 2))
 SMALL = nn.Parameter(randn(64, 4, seed=3))
@@ -223,7 +222,7 @@ def test_checkpointing_is_bitwise_neutral(family, kind, precision):
     block.forward = lambda h, *args, **keywords: CHECKPOINTING[kind](lambda h: forward(h, *args, **keywords), h)
     actual = train_step(model, batch)
     assert torch.equal(expected[0], actual[0])
-    assert_same(expected[1], actual[1])
+    assert same(expected[1], actual[1])
 
 
 @pytest.mark.thorough
@@ -233,7 +232,7 @@ def test_the_trainers_checkpointing_is_bitwise_neutral(mode, precision):
     model, batch = storing(model_of("llama", layers=2, dtype=torch.bfloat16), precision), batch_of("llama")
     expected = train_step(model, batch)
     Checkpointing(model, mode)
-    assert_same(expected[1], train_step(model, batch)[1])
+    assert same(expected[1], train_step(model, batch)[1])
 
 
 @by_matmul
@@ -243,7 +242,7 @@ def test_a_region_may_begin_between_a_norm_and_what_reads_it(kind, precision):
     expected = train_step(model, batch)[1]
     for module in (model.layers[0].mlp, model.layers[0].self_attn):
         module.forward = partial(CHECKPOINTING[kind], module.forward)
-    assert_same(expected, train_step(model, batch)[1])
+    assert same(expected, train_step(model, batch)[1])
 
 
 @by_matmul
@@ -256,7 +255,7 @@ def test_selective_checkpointing_may_save_whatever_ops_of_ours_give(precision):
     contexts = partial(create_selective_checkpoint_contexts, save_all)
     block = model.layers[0]
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-    assert_same(expected, train_step(model, batch)[1])
+    assert same(expected, train_step(model, batch)[1])
 
 
 @by_matmul
@@ -271,7 +270,7 @@ def test_hooks_around_see_what_is_kept_and_may_replace_it(precision):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         actual = train_step(model, batch)[1]
-    assert_same(expected, actual)
+    assert same(expected, actual)
     assert packed.count(torch.float8_e4m3fn) >= 6
 
 

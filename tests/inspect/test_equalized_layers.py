@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from models import assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,7 +12,7 @@ from octavo.inspect.sample import products
 from octavo.nn.convert import change_recipe
 from octavo.nn.equalized import EqualizedQuantizer, current_channels
 from octavo.numerics import equalized, sqnr
-from tensors import randn
+from tensors import randn, same
 
 NAME = "rowwise_equalized"
 
@@ -79,7 +78,7 @@ def test_a_layer_is_measured_with_the_s_that_it_uses(mode, monkeypatch):
     monkeypatch.setattr(EqualizedQuantizer, "channels", channels)
     monkeypatch.setattr(sample, "current_channels", predict)
     for expected, gradients in zip(unsampled, train(model, 5, Watch(model, every=1, what_if=(NAME,))), strict=True):
-        assert_same(expected, gradients)
+        assert same(expected, gradients)
     assert len(pairs) == 5 * 2 * 4 * (2 if mode else 1) and len({id(scales) for _, scales in pairs}) > 8
     assert all(torch.equal(expected.factor, scales.factor) for expected, scales in pairs)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from families import GPT2
-from models import MLP, assert_same, gradients, llama
+from models import MLP, gradients, llama
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,14 +15,13 @@ from octavo.inspect.findings import OPERANDS
 from octavo.nn.operands import quantize_gradient, quantized_input
 from octavo.numerics import RECIPES, Precision
 from octavo.numerics.error import sqnr
+from tensors import one_thread, same
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def threads():
+    with one_thread():
+        yield
 
 
 def tokens(rows=2, seed=0):
@@ -75,7 +74,7 @@ def assert_unchanged(make, step=train, what_if=("tensorwise", "mxfp8")):
     for loss, actual in results:
         expected_loss, expected = step(unsampled)
         assert loss == expected_loss
-        assert_same(expected, actual)
+        assert same(expected, actual)
     return rows
 
 
@@ -275,7 +274,7 @@ def test_compiled_models_have_hooks_and_are_not_compiled_again():
         assert bool(watch.rows) == (watch.number % 3 == 0) and counter.frame_count == 1
     for y, actual in results:
         assert torch.equal(y, results[0][0])
-        assert_same(results[0][1], actual)
+        assert same(results[0][1], actual)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])

@@ -20,6 +20,7 @@ from octavo.integrations.accelerate import Fp8Accelerator
 from processes import gloo  # noqa: F401
 from support.llamas import become_rank_of_two, small_llama
 from support.tool_loops import plain_loop
+from tensors import same
 
 STEPS = 6
 LEVEL = "fp8+activations+optimizer"
@@ -68,8 +69,8 @@ def run(folder):
     accelerator, model, optimizer = prepared()
     accelerator.load_state(folder)
     resumed = train(accelerator, model, optimizer, tokens()[3:])
-    same = all(torch.equal(value.full_tensor(), weights[name]) for name, value in model.state_dict().items())
-    return losses, resumed, same, sharded, len(weights), fp8
+    resumed_weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    return losses, resumed, same(weights, resumed_weights), sharded, len(weights), fp8
 
 
 @pytest.mark.slow
@@ -83,7 +84,7 @@ def test_fsdp2_trains_like_one_rank_and_resumes(gloo, tmp_path):  # noqa: F811
         optimizer.step()
         optimizer.zero_grad()
     for rank, result in enumerate(gloo.run(run, 2, str(tmp_path), timeout=600.0)):
-        losses, resumed, same, sharded, parameters, fp8 = result
+        losses, resumed, equal, sharded, parameters, fp8 = result
         assert sharded == parameters and fp8 == 14
         assert losses == pytest.approx([pair[rank] for pair in expected], rel=2e-3)
-        assert resumed == losses[3:] and same
+        assert resumed == losses[3:] and equal

@@ -25,6 +25,7 @@ import octavo
 from octavo.integrations.torchtitan import Fp8Converter
 from octavo.numerics import sqnr
 from support.tool_loops import run_script
+from tensors import same
 
 SCRIPT = Path(__file__).parent / "titan_run.py"
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
@@ -72,7 +73,7 @@ def test_a_layer_computes_as_one_that_octavo_converted():
         y = linear(x)
         y.square().sum().backward()
         results.append((y, linear.weight.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert same(*results)
 
 
 def test_lora_adds_to_fp8_linears_and_copies_keep_it():

@@ -19,6 +19,7 @@ import octavo
 from octavo.integrations.transformers import STATE_FILE, Fp8Trainer, with_fp8
 from support.tool_loops import LR, plain_loop
 from support.tool_loops import training_arguments as arguments
+from tensors import same
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trainer.py"
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
@@ -37,12 +38,6 @@ def trainer_of(llama, samples, tmp_path):
 
 def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def same_weights(first, second):
-    own, other = first.state_dict(), second.state_dict()
-    assert own.keys() == other.keys()
-    return all(torch.equal(own[name], other[name]) for name in own)
 
 
 def groups(model):
@@ -66,7 +61,7 @@ def test_training_is_that_of_a_plain_loop_bit_for_bit(level, llama, samples, tra
     batches = torch.stack([row["input_ids"] for row in samples[:48]]).split(4)
     expected = plain_loop(by_hand, make(groups(by_hand), lr=LR), batches)
     assert losses(trainer) == pytest.approx(expected, rel=1e-4)  # the Trainer rounds what it logs
-    assert same_weights(model, by_hand)
+    assert same(model.state_dict(), by_hand.state_dict())
     assert losses(trainer)[-1] < losses(trainer)[0]
 
 
@@ -79,7 +74,7 @@ def test_a_resumed_run_ends_like_one_that_was_not_stopped(precision, llama, trai
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "octavo")
         trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
-    assert same_weights(whole, resumed)
+    assert same(whole.state_dict(), resumed.state_dict())
 
 
 ONE_STEP, TWO_STEPS = EACH_STEP | {"max_steps": 1}, {"max_steps": 2}
@@ -154,7 +149,7 @@ def test_the_autopilot_goes_on_from_a_checkpoint(checkpoint, harmed, trainer_of,
     whole = train("a")
     resumed = train("b", resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{checkpoint}"))
     assert whole._monitor.autopilot.changes == resumed._monitor.autopilot.changes != []
-    assert same_weights(whole.model, resumed.model)
+    assert same(whole.model.state_dict(), resumed.model.state_dict())
 
 
 @pytest.mark.thorough
@@ -210,9 +205,10 @@ def test_adapters_on_a_resident_base_resume_bit_for_bit(llama, trainer_of, tmp_p
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
     again = trainer_of("b", settings={}, model=adapted())
     again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_" in name:
-            assert torch.equal(parameter, again.model.get_parameter(name)), name
+    trained, resumed = (
+        {name: p for name, p in one.model.named_parameters() if "lora_" in name} for one in (trainer, again)
+    )
+    assert same(trained, resumed) and trained
 
 
 def test_a_full_disk_leaves_the_state_that_was_there(trainer_of, tmp_path, monkeypatch):

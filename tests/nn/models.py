@@ -33,10 +33,3 @@ class MLP(nn.Module):
 def gradients(model):
     """Name → gradient, cloned."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(expected: dict, actual: dict) -> None:
-    """Bitwise equality of two dictionaries of tensors."""
-    assert expected.keys() == actual.keys()
-    for name in expected:
-        assert torch.equal(expected[name], actual[name]), name

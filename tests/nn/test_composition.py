@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo.testing
-from models import MLP, assert_same, gradients, llama
+from models import MLP, gradients, llama
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import octavo
@@ -14,6 +14,7 @@ from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, RECIPES, sqnr
 from octavo.runtime.switch import SWITCH
 from support import graphs as graphs_of
+from tensors import same
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
 QUICK = ("rowwise", "rowwise_equalized")
@@ -61,7 +62,7 @@ def unprefixed(tensors):
 def test_checkpointing_is_bitwise_neutral(name, kind, dtype):
     mlp = octavo.convert(MLP(dtype=dtype), name, verbose=False)
     x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert_same(run(copy.deepcopy(mlp), x), run(mlp, x, CHECKPOINTING[kind]))  # equalized layers change in a pass
+    assert same(run(copy.deepcopy(mlp), x), run(mlp, x, CHECKPOINTING[kind]))  # equalized layers change in a pass
 
 
 # Inductor's imports warn of torch's own deprecated parts.
@@ -149,7 +150,7 @@ def test_selective_checkpointing_may_save_quantized_tensors():
     z = checkpoint(second, h, use_reentrant=False, context_fn=contexts)
     first(h * 1)
     (z.pow(2).sum() + y).backward()
-    assert_same({k: v for k, v in expected.items() if k not in "xy"}, gradients(second))
+    assert same({k: v for k, v in expected.items() if k not in "xy"}, gradients(second))
 
 
 def test_disabled_works_under_compile():

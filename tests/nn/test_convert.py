@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from models import assert_same, gradients, llama
+from models import gradients, llama
 from torch import nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 import octavo
 from octavo.nn.convert import change_recipe
 from octavo.nn.linear import Linear
+from tensors import same
 
 
 class Odd(nn.Linear):
@@ -39,7 +40,7 @@ def test_everything_but_the_product_is_kept():
     assert all(p is parameters[name] for name, p in model.named_parameters())
     model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
     assert seen == [1]
-    assert_same(before, dict(model.state_dict()))
+    assert same(before, dict(model.state_dict()))
     weight = model.model.layers[0].self_attn.q_proj.weight
     optimizer.step()
     assert not torch.equal(weight, before["model.layers.0.self_attn.q_proj.weight"])
@@ -389,7 +390,7 @@ def test_as_if_converted_so_at_once(recipe, layer):
     before = trained(model)
     change_recipe(model, layer, recipe, reason="a test")
     actual = trained(model)
-    assert_same(trained(reference), actual)
+    assert same(trained(reference), actual)
     assert not all(torch.equal(actual[name], before[name]) for name in before)
     rows = {row.name: row for row in octavo.report(model)}
     assert (rows[layer].recipe, rows[layer].reason) == (recipe, "a test")
@@ -400,7 +401,7 @@ def test_there_and_back_is_as_before():
     before = trained(model)
     for recipe in (None, "blockwise", "rowwise"):
         change_recipe(model, LAYER, recipe, reason="a test")
-    assert_same(before, trained(model))
+    assert same(before, trained(model))
     octavo.revert(model)
     assert not any(isinstance(module, Linear) for module in model.modules())
 

@@ -5,18 +5,19 @@ import importlib
 import inspect
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.nn import filters, weights
 from octavo.nn.experts import _decorated_code, experts_shape, looks_like_experts
 from octavo.nn.select import obstacle
 from octavo.numerics import sqnr
-from support.moe_models import FAMILIES, experts_of, mixture, results, routed
+from support.moe_models import FAMILIES, Checkpointed, experts_of, mixture, results, routed
+from tensors import same
 
 NAME = "model.layers.1.mlp.experts"
 
@@ -34,7 +35,7 @@ def test_every_family_agrees_with_its_own_forward_in_output_and_every_gradient(f
     assert min(sqnr(expected[name], actual[name]) for name in expected) > 21
     with octavo.disabled():
         off = results(converted(experts), *batch)
-    assert all(torch.equal(expected[name], off[name]) for name in expected)
+    assert same(expected, off)
 
 
 @pytest.mark.parametrize(("family", "tokens"), [("mixtral", 0), ("gpt_oss", 0), ("gpt_oss", 1), ("mixtral", 7)])
@@ -82,7 +83,7 @@ def test_convert_puts_nearly_all_matrix_weights_in_fp8_and_revert_undoes_it(fami
     assert not any(row.converted for row in report if "router" in row.name or row.name.endswith("mlp.gate"))
     assert list(model.state_dict()) == list(state) and octavo.Plan.from_json(model.octavo_plan.to_json())
     assert sqnr(expected, model(input_ids=tokens).logits) > 12  # some tokens go to other experts
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert same(state, model.state_dict())
     octavo.revert(model)
     assert before == {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     assert torch.equal(model(input_ids=tokens).logits, expected)
@@ -140,16 +141,16 @@ def test_kept_weights_change_no_bit_and_are_quantized_once(family, recipe, monke
     experts, batch = experts_of(family), routed(33)
     expected = results(converted(experts, recipe), *batch)
     keeping = converted(experts, recipe, keep_weights=True)
-    casts, cast = [], weights._cast
-    monkeypatch.setattr(weights, "_cast", lambda *arguments: casts.append(1) or cast(*arguments))
+    casts = mock.Mock(wraps=weights._cast)
+    monkeypatch.setattr(weights, "_cast", casts)
     products = 2 if recipe == "rowwise" else 16
-    assert same(expected, results(keeping, *batch)) and len(casts) == products
-    casts.clear()
+    assert same(expected, results(keeping, *batch)) and casts.call_count == products
+    casts.reset_mock()
     with octavo.nn.accumulating(keeping):
         assert same(expected, results(keeping, *batch)) and same(expected, results(keeping, *batch))
         # Grouped products cast a copy of [E,K,N], of which nothing proves that it is not stale.
         shared = recipe != "rowwise" or not keeping.is_transposed
-        assert len(casts) == products * (1 if shared else 2)
+        assert casts.call_count == products * (1 if shared else 2)
     if shared:
         with pytest.raises(RuntimeError, match=r"first: '\.down_proj'"), octavo.nn.accumulating(keeping):
             keeping(*batch[:3])
@@ -158,20 +159,11 @@ def test_kept_weights_change_no_bit_and_are_quantized_once(family, recipe, monke
     assert "keep_weights" not in vars(keeping)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *arguments):
-        return checkpoint(self.inner, *arguments, use_reentrant=False)
-
-
 @pytest.mark.thorough
 def test_copied_checkpointed_and_compiled_experts_compute_the_same_bits():
     experts, batch = converted(experts_of("gpt_oss")), routed(33)
     expected = results(experts, *batch)
-    for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts)), Checkpointed(experts)):
+    for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts)), Checkpointed(experts, False)):
         assert same(expected, {name.removeprefix("inner."): t for name, t in results(other, *batch).items()})
     torch._dynamo.reset()
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
@@ -179,10 +171,6 @@ def test_copied_checkpointed_and_compiled_experts_compute_the_same_bits():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = results(experts, *batch)
     assert all(cast[name].dtype == torch.float32 and sqnr(expected[name], cast[name]) > 25 for name in expected)
-
-
-def same(expected, actual):
-    return expected.keys() == actual.keys() and all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 class Unknown(nn.Module):

@@ -16,13 +16,17 @@ from octavo.kernels import quantize
 from octavo.nn import ResidentWeight, change_recipe
 from octavo.numerics.error import sqnr
 from octavo.numerics.spec import QuantSpec
-from support.moe_models import resident, state_bits
-from tensors import saved_and_loaded
+from support.moe_models import experts_of, resident, routed
+from tensors import same, saved_and_loaded
 
 
 def mlp(dtype=torch.bfloat16, width=128):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, 256, dtype=dtype), nn.GELU(), nn.Linear(256, width, bias=False, dtype=dtype))
+
+
+def weights_of(model):
+    return [model[i].weight for i in (0, 2)]
 
 
 def run(model, x):
@@ -32,19 +36,14 @@ def run(model, x):
     return y.detach(), x.grad
 
 
-def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
-
-
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_hp_wgrad", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_are_those_of_a_frozen_weight_bit_for_bit(recipe, dtype):
     x = torch.randn(5, 3, 128, dtype=dtype, generator=torch.Generator().manual_seed(1))
     usual = octavo.convert(mlp(dtype), recipe, verbose=False).requires_grad_(False)
     model = resident(mlp(dtype), recipe)
-    assert all(isinstance(model[i].weight, ResidentWeight) for i in (0, 2))
-    for expected, actual in zip(run(usual, x), run(model, x), strict=True):
-        assert torch.equal(expected, actual)
+    assert all(isinstance(weight, ResidentWeight) for weight in weights_of(model))
+    assert same(run(usual, x), run(model, x))
 
 
 def test_all_is_frozen_if_nothing_was_and_only_that_otherwise():
@@ -83,12 +82,22 @@ def test_no_copy_in_high_precision_is_left():
     assert {t.element_size() for t in tensors if t.numel() == 136 * 256 and type(t) is not ResidentWeight} == {1}
 
 
-def test_backward_reads_the_bytes_of_the_parameter():
-    model, saved = resident(mlp()), []
+RESIDENT = {
+    "linears": lambda: (resident(mlp()), torch.randn(4, 128).bfloat16()),
+    "experts": lambda: (resident(experts_of("mixtral")), *routed(9)[:3]),
+    "transposed experts": lambda: (resident(experts_of("gpt_oss")), *routed(9)[:3]),
+}
+
+
+@pytest.mark.parametrize("kind", RESIDENT)
+def test_backward_reads_the_bytes_of_the_parameters(kind):
+    model, x, *others = RESIDENT[kind]()
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        model(torch.randn(4, 128).bfloat16().requires_grad_())
-    weights = [t for t in saved if t.numel() == 32768]
-    assert {t.data_ptr() for t in weights} == {model[i].weight.data_.data_ptr() for i in (0, 2)}
+        model(x.requires_grad_(), *others)
+    weights = [p for p in model.parameters() if isinstance(p, ResidentWeight)]
+    large = {t.data_ptr() for t in saved if t.numel() >= min(weight.numel() for weight in weights)}
+    assert large == {weight.data_.data_ptr() for weight in weights}
 
 
 def test_state_round_trips_bit_for_bit(tmp_path):
@@ -101,7 +110,7 @@ def test_state_round_trips_bit_for_bit(tmp_path):
             other = mlp()
             other[0].weight.data.zero_()
             resident(other).load_state_dict(state, assign=assign)
-            assert equal(state_bits(other), state_bits(model)) and torch.equal(other(x), model(x))
+            assert same([other.state_dict(), other(x)], [model.state_dict(), model(x)])
 
 
 def test_loading_values_quantizes_them():
@@ -111,14 +120,13 @@ def test_loading_values_quantizes_them():
             model = mlp()
             model[0].weight.data.zero_()
             resident(model).load_state_dict(copy.deepcopy(plain).to(dtype).state_dict(), assign=assign)
-            assert equal({k: v for k, v in state_bits(model).items() if "bias" not in k},
-                         {k: v for k, v in state_bits(expected).items() if "bias" not in k})  # fmt: skip
+            assert same(weights_of(expected), weights_of(model))
             assert model[0].weight.dtype == torch.bfloat16 and isinstance(model[0].weight, nn.Parameter)
 
 
 def test_states_that_do_not_fit_raise():
     model, state = resident(mlp()), resident(mlp()).state_dict()
-    before = state_bits(copy.deepcopy(model))
+    before = copy.deepcopy(weights_of(model))
     with pytest.raises(RuntimeError, match=r"0.weight is torch.float8_e4m3fn without 0.weight_scale"):
         model.load_state_dict({k: v for k, v in state.items() if k != "0.weight_scale"})
     with pytest.raises(RuntimeError, match=r"resident as e4m3/row, .*convert in the recipe, and with the weight_only"):
@@ -134,16 +142,14 @@ def test_states_that_do_not_fit_raise():
         with pytest.raises(RuntimeError, match=f"0.weight is torch.{dtype}, but the layer's is not resident"):
             plain.load_state_dict(other, strict=False)
     assert torch.equal(plain[0].weight, weight)
-    after = state_bits(model)
-    assert all(torch.equal(before[k], after[k]) for k in before if "weight" in k)
+    assert same(before, weights_of(model))
 
 
 def test_disabled_computes_with_the_fp8_values():
     model, x = resident(mlp()), torch.randn(4, 128).bfloat16()
     with octavo.disabled():
         actual = run(model, x)
-    for expected, other in zip(run(octavo.revert(model), x), actual, strict=True):
-        assert torch.equal(expected, other)
+    assert same(run(octavo.revert(model), x), actual)
 
 
 def test_revert_leaves_the_fp8_values_in_the_original_dtype():
@@ -206,7 +212,7 @@ def test_equalization_is_left_out():
     row = octavo.report(model)[0]
     assert row.recipe == "rowwise" and "without channel equalization" in row.reason
     x = torch.randn(4, 128).bfloat16()
-    assert all(torch.equal(a, b) for a, b in zip(run(model, x), run(resident(mlp()), x), strict=True))
+    assert same(run(model, x), run(resident(mlp()), x))
 
 
 def test_changes_of_the_recipe():
@@ -247,14 +253,14 @@ def test_zero_tokens_autocast_no_grad_and_checkpointing():
     with torch.autocast("cpu", torch.bfloat16):
         assert model(x).dtype == torch.bfloat16
     recomputed = run(lambda x: checkpoint(model, x, use_reentrant=False), x.bfloat16())
-    assert all(torch.equal(a, b) for a, b in zip(expected, recomputed, strict=True))
+    assert same(expected, recomputed)
 
 
 def test_conversion_in_inference_mode_leaves_a_model_that_trains():
     expected, model, x = resident(mlp()), mlp(), torch.randn(4, 128).bfloat16()
     with torch.inference_mode():
         resident(model)
-    assert all(torch.equal(a, b) for a, b in zip(run(expected, x), run(model, x), strict=True))
+    assert same(run(expected, x), run(model, x))
     with torch.inference_mode():
         octavo.revert(model)
     run(model, x)
@@ -329,17 +335,11 @@ def weight(plain):
     return nn.Parameter(ResidentWeight.quantized(plain, ROW), requires_grad=False)
 
 
-def same_bytes(one, other):
-    pairs = ((one.data_.view(torch.uint8), other.data_.view(torch.uint8)), (one.scale, other.scale))
-    return all(torch.equal(a, b) for a, b in pairs) and one.spec == other.spec
-
-
 def test_it_holds_the_bytes_of_quantize_and_nothing_else(weight, plain):
     assert isinstance(weight, nn.Parameter) and not weight.requires_grad
     assert (weight.dtype, weight.shape, weight.stride()) == (torch.bfloat16, (48, 96), (96, 1))
     expected = quantize(plain, ROW)
-    assert torch.equal(weight.data_.view(torch.uint8), expected.data.view(torch.uint8))
-    assert torch.equal(weight.scale, expected.scale)
+    assert same([weight.data_, weight.scale], [expected.data, expected.scale])
     assert weight.data_.nbytes + weight.scale.nbytes <= 1.05 * weight.numel()
     assert [v for v in vars(weight).values() if isinstance(v, torch.Tensor)] == [weight.data_, weight.scale]
 
@@ -366,7 +366,7 @@ COPIES = {
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_keep_the_bytes(name, weight):
     copied = COPIES[name](weight)
-    assert isinstance(copied, ResidentWeight) and same_bytes(copied, weight)
+    assert isinstance(copied, ResidentWeight) and same(copied, weight)
     assert copied.dtype == {"half": torch.float16, "float": torch.float32}.get(name, torch.bfloat16)
     if name in ("clone", "deepcopy", "pickle", "half", "to"):
         assert copied.data_.data_ptr() != weight.data_.data_ptr()
@@ -404,12 +404,12 @@ def test_copy_quantizes_values_and_copies_bytes(weight, plain):
     for value in (2 * plain, (2 * plain).float(), plain[:1], (3 * plain).double()):
         weight.copy_(value)
         rounded = value.float() if value.dtype == torch.float64 else value
-        assert same_bytes(weight, ResidentWeight.quantized(rounded.expand(48, 96), ROW))
+        assert same(weight, ResidentWeight.quantized(rounded.expand(48, 96), ROW))
     other = ResidentWeight.quantized(plain.flip(0), ROW)
     weight.copy_(other)
-    assert same_bytes(weight, other)
+    assert same(weight, other)
     weight.copy_(ResidentWeight.quantized(plain, QuantSpec.parse("e4m3/tensor")))
-    assert weight.spec == ROW and not same_bytes(weight, other)
+    assert weight.spec == ROW and not same(weight, other)
 
 
 def test_fills_quantize(weight):
@@ -443,18 +443,18 @@ def test_what_would_change_it_raises_and_leaves_it(name, weight):
     before = weight.clone()
     with pytest.raises(ValueError, match="resident in FP8"):
         CHANGES[name](weight)
-    assert same_bytes(before, weight) and not weight.requires_grad
+    assert same(before, weight) and not weight.requires_grad
 
 
 def test_an_optimizer_does_not_step_it(weight):
     before = weight.clone()
     optimizer = torch.optim.SGD([weight], lr=1.0)
     optimizer.step()
-    assert same_bytes(before, weight)
+    assert same(before, weight)
     weight.grad = torch.ones(48, 96, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="would change a weight that is resident"):
         optimizer.step()
-    assert same_bytes(before, weight)
+    assert same(before, weight)
 
 
 def test_sharing_memory_shares_the_bytes(weight):
@@ -464,7 +464,7 @@ def test_sharing_memory_shares_the_bytes(weight):
 
 def test_torch_save_of_tensors_loads_without_code(weight):
     loaded = saved_and_loaded({"w": weight})["w"]
-    assert isinstance(loaded, nn.Parameter) and not loaded.requires_grad and same_bytes(loaded, weight)
+    assert isinstance(loaded, nn.Parameter) and not loaded.requires_grad and same(loaded, weight)
 
 
 def test_non_finite_values_stay_visible(plain):

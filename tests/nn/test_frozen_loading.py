@@ -1,17 +1,21 @@
-"""Loading safetensors into a model with resident weights: tensor by tensor, all or nothing."""
+"""Loading safetensors into a model with resident weights: tensor by tensor, expert by expert, all or nothing."""
 
 import copy
 import json
 import weakref
+from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo.nn import ResidentWeight, load_frozen, meta_parameters
+from octavo.numerics import QuantSpec
+from support.moe_models import FAMILIES, mixture, resident
+from tensors import same
 
 LAYERS, WIDTH = 24, 128
 
@@ -79,8 +83,7 @@ def test_it_never_holds_the_model_in_high_precision(base):
     assert size <= 1.05 * parameters
     assert size <= live.most <= 1.2 * 1.05 * parameters + 4 * WIDTH * WIDTH
     expected = octavo.convert(plain, "rowwise", frozen="fp8", verbose=False).state_dict()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
+    assert same(expected, model.state_dict())
 
 
 @pytest.mark.parametrize(("recipe", "another"), [("rowwise", "tensorwise"), ("blockwise", "rowwise")])
@@ -220,8 +223,7 @@ def test_weights_and_scales_of_other_dtypes(dtype, base, tmp_path):
     expected = octavo.convert(values, "rowwise", frozen="fp8", verbose=False)
     loaded = load_frozen(on_meta(), file)
     for one, other in zip(expected, loaded, strict=True):
-        assert torch.equal(one.weight.data_.view(torch.uint8), other.weight.data_.view(torch.uint8))
-        assert torch.equal(one.weight.scale, other.weight.scale) and other.weight.dtype == torch.bfloat16
+        assert same(one.weight, other.weight) and other.weight.dtype == torch.bfloat16
     state = {k: v.bfloat16() if "scale" in k else v for k, v in loaded.state_dict().items()}  # llm-compressor's
     save_file(state, file)
     again = load_frozen(on_meta(), file)
@@ -229,16 +231,10 @@ def test_weights_and_scales_of_other_dtypes(dtype, base, tmp_path):
 
 
 def test_an_error_while_reading_leaves_the_model(base, monkeypatch):
+    """At the fifth weight."""
     model = on_meta()
-    quantized, calls = ResidentWeight.quantized, []
-
-    def fails_later(*args):
-        calls.append(1)
-        if len(calls) == 5:
-            raise OSError("disk")
-        return quantized(*args)
-
-    monkeypatch.setattr(ResidentWeight, "quantized", fails_later)
+    weights = [ResidentWeight.quantized(base[0][0].weight, QuantSpec.parse("e4m3/row")) for _ in range(4)]
+    monkeypatch.setattr(ResidentWeight, "quantized", mock.Mock(side_effect=[*weights, OSError("disk")]))
     with pytest.raises(OSError, match="disk"):
         load_frozen(model, base[1])
     assert all(p.is_meta for p in model.parameters())
@@ -249,3 +245,49 @@ def test_meta_parameters_leaves_no_hook():
         assert nn.Linear(2, 2).bias.is_meta and not nn.BatchNorm1d(2).running_mean.is_meta
         raise KeyError
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+# --- experts ---
+
+
+def resident_on_meta(model):
+    with meta_parameters():
+        return resident(type(model)(model.config).bfloat16())
+
+
+@pytest.mark.parametrize(("family", "published"), [*((family, True) for family in FAMILIES), ("mixtral", False)])
+def test_checkpoints_load_expert_by_expert(family, published, tmp_path):
+    model = mixture(family).bfloat16()
+    model.save_pretrained(tmp_path, save_original_format=published)
+    other = resident_on_meta(model)
+    load_frozen(other, tmp_path)
+    assert same(other.state_dict(), resident(copy.deepcopy(model)).state_dict())
+
+
+def test_loading_holds_little_more_than_the_experts(tmp_path):
+    sizes = {"num_hidden_layers": 12, "vocab_size": 8, "hidden_size": 128, "intermediate_size": 192}
+    model = mixture("mixtral", **sizes, num_attention_heads=2, num_key_value_heads=2).bfloat16()
+    model.save_pretrained(tmp_path)
+    parameters = sum(p.numel() for p in model.parameters())
+    other = resident_on_meta(model)
+    with Live() as live:
+        load_frozen(other, tmp_path)
+    tensors = [t for p in other.parameters() for t in ((p.data_, p.scale) if isinstance(p, ResidentWeight) else (p,))]
+    size = sum(tensor.nbytes for tensor in tensors)
+    assert size <= 1.05 * parameters and size <= live.most <= 1.2 * size + 3 * 8 * 384 * 128
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    model = mixture("mixtral").bfloat16()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    other = resident_on_meta(model)
+    save_file({k: v for k, v in state.items() if k != name}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 tensors of the model \(model.layers.1.mlp.experts.down_proj\)"):
+        load_frozen(other, tmp_path)
+    save_file(state | {name: state[name][:-1].contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"experts.3.w2.weight in .* has shape \[63, 96\], the model's has \[64, 96\]"):
+        load_frozen(other, tmp_path)
+    assert all(parameter.is_meta for parameter in other.parameters())

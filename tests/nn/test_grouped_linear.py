@@ -10,6 +10,7 @@ from octavo.nn import grouped_linear, linear
 from octavo.numerics import sqnr
 from octavo.runtime.torch_compat import FakeTensorMode
 from octavo.tensor import ScaledTensor
+from tensors import same
 
 RECIPES = octavo.RECIPES
 COUNTS = [5, 0, 1, 33, 16]
@@ -48,10 +49,6 @@ def per_expert(x, w, bias, g, recipe):
             dbias[expert] = db
         start += count
     return y, dx, dw, dbias
-
-
-def same(expected, actual):
-    return all(a is b is None or torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

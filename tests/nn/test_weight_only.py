@@ -17,6 +17,7 @@ from octavo.numerics import weight_only
 from octavo.numerics.error import sqnr
 from octavo.numerics.spec import ADAPTIVE
 from support.moe_models import FAMILIES, mixture
+from tensors import same
 
 TOKENS = torch.arange(24).view(2, 12) % 64
 
@@ -32,10 +33,6 @@ def run(module, x, g):
     return y.detach(), x.grad
 
 
-def equal(one, other):
-    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_hp_wgrad", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
@@ -47,10 +44,10 @@ def test_products_are_those_of_the_dequantized_weight_bit_for_bit(dtype, bias, r
     assert layer.recipe.name == f"{recipe}_weight_only"
     for shape in ((7,), (2, 3), (0,), ()):
         x, g = torch.randn(*shape, 96, dtype=dtype), torch.randn(*shape, 80, dtype=dtype)
-        assert equal(run(layer, x, g), run(plain, x, g))
+        assert same(run(layer, x, g), run(plain, x, g))
     x, g = torch.randn(2, 3, 96, dtype=dtype), torch.randn(2, 3, 80)
     with torch.autocast("cpu", torch.bfloat16):
-        assert equal(run(layer, x, g), run(plain, x, g))
+        assert same(run(layer, x, g), run(plain, x, g))
     with octavo.disabled():  # where PyTorch orders the sums of float16 otherwise
         assert all(sqnr(a, b) > 60 for a, b in zip(run(plain, x, g), run(layer, x, g), strict=True))
 
@@ -73,6 +70,19 @@ def test_auto_selects_attention_and_no_mlp_inside_a_module_named_after_it():
     model = convert(nn.ModuleDict(parts), "auto")
     names = {name for name, module in model.named_modules() if hasattr(module, "recipe") and module.recipe.weight_only}
     assert names == {"self_attn.q_proj", "self_attn.to_out.0", "mixer.0", "attn_pool.kv"}
+
+
+def test_a_filter_wins_over_the_default():
+    recipes = {octavo.nn.filters.name("*.v_proj"): "rowwise"}
+    model = convert(llama(), "auto", recipes)
+    by_name = {row.name.rpartition(".")[2]: row.recipe for row in octavo.report(model) if row.converted}
+    assert by_name["v_proj"] == "rowwise" and by_name["o_proj"] == "rowwise_weight_only"
+
+
+def test_a_layer_by_itself_and_an_attention_by_itself():
+    assert convert(nn.Linear(64, 64), "auto", None).recipe.name == "rowwise"
+    attention = convert(llama().model.layers[0].self_attn, "auto", None)
+    assert attention.q_proj.recipe.name == "rowwise_weight_only"
 
 
 def test_auto_leaves_recipes_with_several_forms_of_the_weight_alone():
@@ -153,7 +163,7 @@ def test_states_and_files(tmp_path):
     others.append(convert(nn.Sequential(nn.Linear(300, 80))))
     others[-1].load_state_dict(state)
     x, g = torch.randn(5, 300), torch.randn(5, 80)
-    assert all(equal(run(layer, x, g), run(other, x, g)) for other in others)
+    assert all(same(run(layer, x, g), run(other, x, g)) for other in others)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise"])
@@ -169,7 +179,7 @@ def test_a_weight_as_fp8_products_read_it_is_read_as_it_is(make, recipe, tmp_pat
         assert model[0].weight.spec == stored[0].weight.spec and model[0].recipe.weight_only
         assert torch.equal(model[0].weight.data_.view(torch.uint8), stored[0].weight.data_.view(torch.uint8))
         x, g = torch.randn(5, 130), torch.randn(5, 260)
-        assert equal(run(model, x, g), run(octavo.revert(copy.deepcopy(model)), x, g))
+        assert same(run(model, x, g), run(octavo.revert(copy.deepcopy(model)), x, g))
     state = stored.state_dict()
     with pytest.raises(RuntimeError, match=r"resident as fp8/1x128, .*convert in the recipe, and with the weight_only"):
         convert(nn.Sequential(make(130, 260)), ("*",), recipe).load_state_dict(state)

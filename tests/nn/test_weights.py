@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers.pytorch_utils
 from casts import set_copies, set_steady, weight_casts
-from models import assert_same, gradients
+from models import gradients
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -21,6 +21,7 @@ from octavo.nn.memory_audit import saved_for_backward
 from octavo.nn.weights import _CACHES
 from octavo.numerics import RECIPES
 from support.dispatch_modes import Passing
+from tensors import same
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
 X = torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
@@ -73,7 +74,7 @@ def test_a_kept_weight_is_quantized_once_per_pass_and_once_in_all_while_accumula
     with accumulating(layer):
         assert [casts_of(layer) for _ in range(3)] == [once, 0, 0]
     assert casts_of(layer, backward=False) <= once
-    assert_same(products(plain), products(layer))
+    assert same(products(plain), products(layer))
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -119,7 +120,7 @@ def test_a_weight_of_gpt2_is_shared_through_its_transposed_view():
         for _ in range(3):
             gradients = products(layer)
     assert len(casts) == 1
-    assert_same(products(fresh(layer)), gradients)
+    assert same(products(fresh(layer)), gradients)
 
 
 def test_tied_weights_share_one_copy_per_recipe():
@@ -154,11 +155,6 @@ def losses(
     return values, [p.detach().clone() for p in model.parameters()]
 
 
-def assert_equal_losses(one, other):
-    assert one[0] == other[0]
-    assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
-
-
 without_copies = cache(partial(losses, keep=False))
 
 
@@ -168,7 +164,7 @@ def test_losses_are_equal_with_and_without(name, gpu, monkeypatch):
     without = without_copies(name, steps=6)
     set_copies(monkeypatch, gpu)
     for accumulate in (False, True):
-        assert_equal_losses(without, losses(name, True, accumulate=accumulate, steps=6))
+        assert same(without, losses(name, True, accumulate=accumulate, steps=6))
 
 
 def selective(model, x):
@@ -189,9 +185,7 @@ CHECKPOINTS = {
 def test_losses_are_equal_under_activation_checkpointing(name, kind):
     without = without_copies(name, steps=6)
     for accumulate in (False, True):
-        assert_equal_losses(
-            without, losses(name, True, accumulate=accumulate, checkpointing=CHECKPOINTS[kind], steps=6)
-        )
+        assert same(without, losses(name, True, accumulate=accumulate, checkpointing=CHECKPOINTS[kind], steps=6))
 
 
 class DataSGD(torch.optim.Optimizer):
@@ -223,8 +217,7 @@ def test_an_optimizer_may_step_inside_accumulating(kind):
             for _ in range(4):
                 results.append(products(layer))
                 stepper.step()
-    for without, with_copies in zip(results[:4], results[4:], strict=True):
-        assert_same(without, with_copies)
+    assert same(results[:4], results[4:])
     assert not torch.equal(results[0]["y"], results[3]["y"])
 
 
@@ -308,7 +301,7 @@ def test_any_write_between_passes_is_seen(name, kind):
     for _ in range(3):
         WRITES[kind](layer)
         expected, after = products(fresh(layer)), products(layer)
-        assert_same(expected, after)
+        assert same(expected, after)
         assert not torch.equal(after["y"], before["y"])
 
 
@@ -320,7 +313,7 @@ def test_a_reported_write_is_seen_while_accumulating(kind):
         for _ in range(3):
             REPORTED[kind](layer)
             after = products(layer)
-            assert_same(products(fresh(layer)), after)
+            assert same(products(fresh(layer)), after)
             assert not torch.equal(after["y"], before["y"])
 
 
@@ -335,7 +328,7 @@ def test_an_unreported_write_while_accumulating_raises(name, kind):
             UNREPORTED[kind](model[0])
             model(X)
     assert not _CACHES
-    assert_same(products(fresh(model)), products(model))
+    assert same(products(fresh(model)), products(model))
 
 
 def test_memory_released_and_filled_again_while_accumulating_is_seen_or_raises():
@@ -410,7 +403,7 @@ def test_a_changed_recipe_is_used_at_once():
     with accumulating(model):
         products(model)
         octavo.nn.change_recipe(model, "0", "tensorwise", reason="a test")
-        assert_same(products(fresh(model)), products(model))
+        assert same(products(fresh(model)), products(model))
 
 
 @pytest.mark.parametrize("context", [torch.inference_mode, Passing])

@@ -1,5 +1,6 @@
 import copy
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 
 from octavo.kernels.adamw import reference
 from octavo.optim import AdamW, Muon, adamw
-from tensors import randn, saved_and_loaded
+from tensors import randn, same, saved_and_loaded
 
 
 def parameters(dtype=torch.float32):
@@ -84,11 +85,7 @@ def test_resuming_is_bitwise_the_uninterrupted_run(steps, dtype, stochastic):
     second = AdamW(resumed, **settings)
     second.load_state_dict(saved["optimizer"])
     train(second, resumed, 3, start=steps)
-    for a, b in zip(whole, resumed, strict=True):
-        assert torch.equal(a, b)
-        for name, value in optimizer.state[a].items():
-            assert value.dtype == second.state[b][name].dtype, name
-            assert torch.equal(value.float(), second.state[b][name].float()), name
+    assert same(whole, resumed) and same(optimizer.state.values(), second.state.values())
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -108,10 +105,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, nonfinite):
     else:
         optimizer.step()
     assert optimizer.skipped == (nonfinite == "skip")
-    for a, b in zip(params, values, strict=True):
-        assert torch.equal(a, b)
-    for i, state in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(v.float(), states[i][n].float()) for n, v in state.items())
+    assert same(values, params) and same(states, optimizer.state_dict()["state"])
 
 
 def test_parameters_without_a_gradient_are_left_alone():
@@ -196,18 +190,12 @@ def test_small_parameters_stepped_together_are_those_stepped_alone(states, maste
     )
     settings = SETTINGS | {"states": states, "master": master}
     first, second = AdamW(together, **settings), AdamW(alone, **settings)
-    calls = []
-    step = reference._step_together
-    monkeypatch.setattr(reference, "_step_together", lambda of, *rest: (calls.append(len(of)), step(of, *rest)))
-    train(first, together, 3)
-    assert max(calls) > 1
+    with mock.patch.object(reference, "_step_together", wraps=reference._step_together) as step:
+        train(first, together, 3)
+    assert max(len(call.args[0]) for call in step.call_args_list) > 1
     monkeypatch.setattr(reference, "_step_together", lambda of, *rest: [reference.step(s, *rest) for s in of])
     train(second, alone, 3)
-    for a, b in zip(together, alone, strict=True):
-        assert torch.equal(a, b)
-        for name, value in first.state[a].items():
-            other = second.state[b][name]
-            assert value.dtype == other.dtype and value.float().equal(other.float()), name
+    assert same(together, alone) and same(first.state.values(), second.state.values())
 
 
 def test_a_cuda_graph_cannot_capture_a_step(monkeypatch):
@@ -218,7 +206,7 @@ def test_a_cuda_graph_cannot_capture_a_step(monkeypatch):
     monkeypatch.setattr(adamw, "is_capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="step cannot be captured.*call it after each replay"):
         optimizer.step()
-    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True)) and not optimizer.state
+    assert same(before, params) and not optimizer.state
 
 
 @pytest.mark.parametrize("kind", [AdamW, Muon])

@@ -13,7 +13,7 @@ from octavo.numerics.error import sqnr
 from octavo.optim import AdamW, Muon, muon
 from octavo.tensor import local_tensor
 from processes import on_ranks
-from tensors import randn
+from tensors import randn, same
 
 SHAPES = [(96, 128), (128, 96), (64, 64), (7, 130)]
 
@@ -92,7 +92,7 @@ def test_adamw_beside_it_is_octavos():
     alone = AdamW(second, lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1)
     take_steps(beside, first, range(3))
     take_steps(alone, second, range(3))
-    assert all(torch.equal(one, two) for one, two in zip(first[1:], second[1:], strict=True))
+    assert same(first[1:], second[1:])
     assert not torch.equal(first[0], second[0])
 
 
@@ -132,7 +132,7 @@ def test_a_loaded_state_continues_bitwise(master):
     restored.load_state_dict(state)
     take_steps(optimizer, params, range(3, 6))
     take_steps(restored, twins, range(3, 6))
-    assert all(torch.equal(one, two) for one, two in zip(params, twins, strict=True))
+    assert same(params, twins)
     with pytest.raises(ValueError, match=r"does not fit: exp_avg_sq_fp8 is none, expected"):
         Muon([{"params": twins[:3], "muon": False}, {"params": twins[3:], "muon": False}]).load_state_dict(
             state | {"param_groups": [group | {"muon": False} for group in state["param_groups"]]}

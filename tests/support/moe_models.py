@@ -2,7 +2,9 @@
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 
@@ -82,6 +84,12 @@ def resident(model, recipe="rowwise", **options):
     return octavo.convert(model, recipe, frozen="fp8", verbose=False, **options)
 
 
-def state_bits(model):
-    """The state of a model, FP8 as bytes."""
-    return {k: v.view(torch.uint8) if v.element_size() == 1 else v for k, v in model.state_dict().items()}
+class Checkpointed(nn.Module):
+    """Recomputes a module in backward."""
+
+    def __init__(self, inner, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = inner, use_reentrant
+
+    def forward(self, *arguments):
+        return checkpoint(self.inner, *arguments, use_reentrant=self.use_reentrant)
