@@ -9,8 +9,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -20,11 +19,6 @@ from pathlib import Path
 import torch
 
 from octavo._version import __version__
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 MAX_SHAPE_RATIO = 1.7  # Largest ratio of dimensions between a shape and the measured shape it uses
 FORMAT = 2  # 1 had no host times and chose by kernel time alone
@@ -99,8 +93,10 @@ def make_folder(device: torch.device) -> Path:
 
 def save(device: torch.device, measured: Iterable[Entry]) -> Path:
     """Add entries to the table atomically, replacing those of the same op, case and shape; returns its path."""
+    from filelock import FileLock  # which torch requires
+
     file = make_folder(device)
-    with _locked(file.parent):
+    with FileLock(file.with_suffix(".lock")):
         clear_cache()
         merged = {(e.op, e.case, e.shape): e for e in [*entries(device), *measured]}
         content = {
@@ -111,20 +107,6 @@ def save(device: torch.device, measured: Iterable[Entry]) -> Path:
         replace_file(file, json.dumps(content, indent=1))
         clear_cache()
     return file
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Wait for other processes and threads that save into a folder, where the system has locks."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def replace_file(file: Path, text: str) -> None:
