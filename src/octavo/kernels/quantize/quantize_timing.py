@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +27,12 @@ class Quantization(timing.TimingTask):
     def candidates(self, device: torch.device) -> Iterator[timing.Candidate]:
         """Return every configuration but those whose bytes differ from the reference."""
         copies = max(1, min(timing.CALLS, timing.cache_bytes(device) // prod(self.shape) + 1))
-        inputs = [(_operands(self.task, self.shape, device, seed),) for seed in range(copies)]
+        inputs = [_inputs(self.task, self.shape, device, seed) for seed in range(copies)]
 
         def prepare(config: int) -> str | list[timing.TimedCall]:
-            run = partial(_run, triton, self.task, config=config)
-            operands = _operands(self.task, (70, 530), device, 0)  # a small matrix with partial tiles
-            mismatch = difference(_run(reference, self.task, operands), run(operands))
+            run = partial(getattr(triton, self.task.op), config=config)
+            call = _inputs(self.task, (70, 530), device, 0)  # a small matrix with partial tiles
+            mismatch = difference(getattr(reference, self.task.op)(*call), run(*call))
             return mismatch or timing.cycled(run, inputs)
 
         for index, (rows, columns, warps) in enumerate(triton.tiles(self.task)):
@@ -66,30 +66,22 @@ def quantizations(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Qu
     return all_quantizations
 
 
-def _operands(task: QuantizeTask, shape: tuple[int, ...], device: torch.device, seed: int) -> dict[str, Tensor | None]:
-    """Return a random matrix, with the fold factors and scales that the task needs."""
+def _inputs(task: QuantizeTask, shape: tuple[int, ...], device: torch.device, seed: int) -> tuple[Any, ...]:
+    """Return arguments of the task's op: a random matrix, with the fold factors and scales that the task needs."""
     generator = torch.Generator(device).manual_seed(seed)
     rows, columns = shape
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device)
 
-    def factor(folded: FoldedSpec | None) -> Tensor | None:
+    def factor(folded: FoldedSpec) -> Tensor | None:
         sizes = {"rows": (rows, 1), "columns": (1, columns)}
-        return None if folded is None or folded.fold == "none" else random(*sizes[folded.fold]).abs()
+        return None if folded.fold == "none" else random(*sizes[folded.fold]).abs()
 
-    x = random(rows, columns).bfloat16()
+    x, spec = random(rows, columns).bfloat16(), task.first.spec
+    if task.second is not None:
+        return x, spec, factor(task.first), task.second.spec, factor(task.second)
     scale = None
     if task.precomputed == "scale":
-        spec = task.first.spec
         scale = torch.full(spec.granularity.scale_shape((rows, columns)), 2.0**-6, device=device).to(spec.scale_dtype)
-    return {"x": x, "fold": factor(task.first), "fold_t": factor(task.second), "scale": scale}
-
-
-def _run(module: ModuleType, task: QuantizeTask, operands: dict[str, Tensor | None], **options: int) -> list[Tensor]:
-    x, spec, fold = operands["x"], task.first.spec, operands["fold"]
-    if task.second is not None:
-        outputs = module.quantize_pair(x, spec, fold, task.second.spec, operands["fold_t"], **options)
-    else:
-        outputs = module.quantize(x, spec, fold, None, operands["scale"], task.order, **options)
-    return list(outputs)
+    return x, spec, factor(task.first), None, scale, task.order

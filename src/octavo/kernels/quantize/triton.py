@@ -46,22 +46,21 @@ GeneratedFunction = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 class QuantizePlan:
     """Outputs to allocate and kernels to launch, prepared at the first run, for matrices of one shape and strides."""
 
-    def __init__(
-        self, launches: list[Launch], spec: QuantSpec, spec_t: QuantSpec | None, order: Order, scale_given: bool,
-        x: Tensor,
-    ) -> None:  # fmt: skip
+    def __init__(self, task: "QuantizeTask", x: Tensor, config: int | None) -> None:
         rows, columns = x.shape
-        self._pair, self._dtype, self._e8m0 = spec_t is not None, spec.format.dtype, spec.scale_rule == "e8m0"
-        self._writes_rows, self._writes_columns = order != "columns", self._pair or order != "rows"
+        spec, spec_t = task.first.spec, (task.second or task.first).spec
+        index = _fastest(task, x.device, rows, columns) if config is None else config
+        self._launches = launches(task, index, strip_tiles(rows, columns, multiprocessors_of(x.device)))
+        self._two_passes = len(self._launches) == 2
+        self._pair, self._dtype = task.second is not None, spec.format.dtype
+        self._writes_rows, self._writes_columns = task.order != "columns", self._pair or task.order != "rows"
         self._device, self._index, self._empty = x.device, x.device.index, empty_strided_on(x.device)
         self._shape, self._padded_rows = (rows, columns), padded(rows)
         self._q = self._shape, (max(columns, 1), 1)
         self._q_t = (self._shape, (1, rows)) if padded(rows) == rows else None
-        self._scale_dtype, self._writes_scale = spec.scale_dtype, not scale_given
-        scale_shape, scale_shape_t = (s.granularity.scale_shape(self._shape) for s in (spec, spec_t or spec))
+        self._scale_dtype, self._writes_scale = spec.scale_dtype, task.precomputed != "scale"
+        scale_shape, scale_shape_t = (s.granularity.scale_shape(self._shape) for s in (spec, spec_t))
         self._s, self._s_t = ((shape, (max(shape[1], 1), 1)) for shape in (scale_shape, scale_shape_t))
-        self._launches = launches
-        self._two_passes = len(self._launches) == 2
         self._second_at = -(-prod(scale_shape) // 4) * 4  # 16-byte aligned
         self._maxima = self._second_at + (prod(scale_shape_t) if self._pair else 0)
         self._scalars = {
@@ -88,22 +87,14 @@ class QuantizePlan:
             lines = [*self._allocations(constants), "return Q, Q_T, COLUMNS, S, S_T"]
             self._allocate = compile_function("GIVEN", lines, constants)
         q, q_t, columns, s, s_t = self._allocate(precomputed)
-        if precomputed is not None and precomputed.dtype != torch.float32:
-            precomputed = precomputed.float()
-        fold = x if fold is None else fold if fold.is_contiguous() else fold.contiguous()
-        fold_t = x if fold_t is None else fold_t if fold_t.is_contiguous() else fold_t.contiguous()
-        start, bits = 0, x
+        fold, fold_t = (x if factor is None else factor.contiguous() for factor in (fold, fold_t))
+        bits = bits_t = x if precomputed is None else precomputed.float().contiguous()
         if self._two_passes:
             stream = 0 if self._index is None else current_stream(self._index)
-            bits, start = zeros(self._maxima, self._device, stream)
-        elif precomputed is not None:
-            bits = precomputed if precomputed.is_contiguous() else precomputed.contiguous()
-        bits_t = bits
-        if self._two_passes:
+            block, start = zeros(self._maxima, self._device, stream)
+            bits = bits_t = reinterpreted(block, (self._maxima,), (1,), start)
             if self._pair:
-                bits_t = reinterpreted(bits, (self._maxima - self._second_at,), (1,), start + self._second_at)
-            bits = reinterpreted(bits, (self._maxima,), (1,), start)
-            bits_t = bits_t if self._pair else bits
+                bits_t = reinterpreted(block, (self._maxima - self._second_at,), (1,), start + self._second_at)
         tensors = (x, fold, fold_t, q, columns, s, s_t, bits, bits, bits_t)
         for step, tensors_of in self._steps or self._prepare(tensors):
             step(tensors_of(tensors))
@@ -195,7 +186,7 @@ class QuantizePlan:
         arguments: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=True))
         if arguments["amax"].dtype == torch.float32:  # kernels read magnitudes as integers
             arguments |= {name: arguments[name].view(torch.int32) for name in ("precomputed", "amax", "amax_t")}
-        if self._e8m0:
+        if self._scale_dtype != torch.float32:  # exponents
             arguments |= {name: arguments[name].view(torch.uint8) for name in ("s", "s_t")}
         steps: list[tuple[PreparedLaunch, Callable[..., Any]]] = []
         for launch in self._launches:
@@ -238,6 +229,11 @@ class QuantizeTask:
     second: FoldedSpec | None = None  # The second spec of a pair
     order: Order = "rows"  # Memory orders to write; "rows" in a pair
     precomputed: Precomputed = "nothing"  # What the caller passes in, for a single spec
+
+    @property
+    def op(self) -> str:
+        """Name in `torch.ops.octavo`."""
+        return "quantize" if self.second is None else "quantize_pair"
 
     @property
     def case(self) -> tuple[str, ...]:
@@ -310,33 +306,30 @@ def launches(task: QuantizeTask, config: int = 0, strip: int = STRIPS[0]) -> lis
     spec, second = task.first.spec, task.second
     if second is not None and task.first.one_pass != second.one_pass:
         raise ValueError(f"quantize_pair: {spec} and {second.spec} cannot be quantized together; call quantize twice")
-    tile_r, tile_c, num_warps = tiles(task)[config]
-    tile = {"TILE_R": tile_r, "TILE_C": tile_c}
-    rule: dict[str, Any] = {
-        "FP8_MAX": spec.format.max, "E4M3": spec.format is E4M3, "POWER_OF_TWO": spec.scale_rule != "amax",
-        "E8M0": spec.scale_rule == "e8m0", "INTERPRETED": INTERPRETED,
-    }  # fmt: skip
-    precomputed = {"PRECOMPUTED": ("nothing", "amax", "scale").index(task.precomputed)}
-    orders = {"ROWS": task.order != "columns", "COLUMNS": task.order != "rows"}
-    folds: dict[str, Any] = {"FOLD": _FOLDS.index(task.first.fold)}
+    tile_r, tile_c, warps = tiles(task)[config]
     other = second or task.first
-    folds_t = {"PAIR": second is not None, "FOLD_T": _FOLDS.index(other.fold)}
+    (r, c), (r_t, c_t) = spec.granularity, other.spec.granularity
+    constants: dict[str, Any] = {
+        "FP8_MAX": spec.format.max, "E4M3": spec.format is E4M3, "POWER_OF_TWO": spec.scale_rule != "amax",
+        "E8M0": spec.scale_rule == "e8m0", "PRECOMPUTED": get_args(Precomputed).index(task.precomputed),
+        "FOLD": _FOLDS.index(task.first.fold), "PAIR": second is not None, "FOLD_T": _FOLDS.index(other.fold),
+        "ROWS": task.order != "columns", "COLUMNS": task.order != "rows", "R": r, "C": c, "R_T": r_t, "C_T": c_t,
+        "AXIS": _axis(spec), "AXIS_T": _axis(other.spec), "TILES": strip, "TILE_R": tile_r, "TILE_C": tile_c,
+        "INTERPRETED": INTERPRETED,
+    }  # fmt: skip
+
+    def launch(kernel: Any, num_warps: int, **tile: int) -> Launch:
+        own = {name: value for name, value in (constants | tile).items() if name in kernel.arg_names}
+        return Launch(kernel=kernel, constants=own, num_warps=num_warps)
+
     if task.first.one_pass:
-        (r, c), (r_t, c_t) = spec.granularity, other.spec.granularity
-        blocks = {"R": r, "C": c, "R_T": r_t, "C_T": c_t}
-        constants = rule | precomputed | folds | folds_t | orders | blocks | tile
-        return [Launch(kernel=blocks_kernel, constants=constants, num_warps=num_warps)]
+        return [launch(blocks_kernel, warps)]
     if second is None and task.precomputed == "nothing" and spec.granularity == ROW:
-        return [Launch(kernel=rows_kernel, constants=rule | folds | orders | tile, num_warps=num_warps)]
-    axes = {"AXIS": _axis(spec), "AXIS_T": _axis(other.spec)}
-    cast = Launch(
-        kernel=cast_kernel, constants=rule | precomputed | folds | folds_t | axes | orders | tile, num_warps=num_warps
-    )
+        return [launch(rows_kernel, warps)]
+    cast = launch(cast_kernel, warps)
     if task.precomputed != "nothing":
         return [cast]
-    maxima = folds | folds_t | axes | {"TILES": strip, "INTERPRETED": INTERPRETED}
-    maxima |= {"TILE_R": MAXIMA_TILE[0], "TILE_C": MAXIMA_TILE[1]}
-    return [Launch(kernel=maxima_kernel, constants=maxima, num_warps=MAXIMA_TILE[2]), cast]
+    return [launch(maxima_kernel, MAXIMA_TILE[2], TILE_R=MAXIMA_TILE[0], TILE_C=MAXIMA_TILE[1]), cast]
 
 
 _FOLDS: tuple[Fold, ...] = get_args(Fold)
@@ -395,11 +388,7 @@ def _plan(task: QuantizeTask, x: Tensor, config: int | None) -> QuantizePlan:
     key = (task, x.dtype, x.shape, x.stride(), x.device, config)
     plan = _PLANS.get(key)
     if plan is None:
-        index = _fastest(task, x.device, *x.shape) if config is None else config
-        specs = task.first.spec, None if task.second is None else task.second.spec
-        strip = strip_tiles(x.shape[0], x.shape[1], multiprocessors_of(x.device))
-        kernels = launches(task, index, strip)
-        plan = _PLANS.add(key, QuantizePlan(kernels, *specs, task.order, task.precomputed == "scale", x))
+        plan = _PLANS.add(key, QuantizePlan(task, x, config))
     return plan
 
 
