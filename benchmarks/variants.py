@@ -76,11 +76,10 @@ def _scaled(spec: QuantSpec | None) -> dict[str, str]:
 
 def quantizations() -> Iterator[Variant]:
     for task, case in quantizers.recipe_tasks().items():
-        op = "quantize" if task.second is None else "quantize_pair"
         for config in range(len(quantizers.tiles(task))):
             for launch in quantizers.launches(task, config):
                 moved = quantizers.device_bytes(task, launch)
-                yield variant(op, case, config, launch, moved, **_scaled(task.first.spec))
+                yield variant(task.op, case, config, launch, moved, **_scaled(task.first.spec))
 
 
 _COMPILED = (  # Cases that compile to different code, with `A_ROWS`, `B_ROWS` and `BLOCKED`; layouts share code
@@ -99,7 +98,7 @@ def products(capability: int = 90, out_bytes: int = 2) -> Iterator[Variant]:
             overlap = gemm.overlaps(target, fast)
             for index in gemm.configurations(target, fast, [a_rows, b_rows].count(1) if blocked else 0, out_bytes):
                 config = gemm.CONFIGS[index]
-                launch = gemm.launch_of(config, target, a_rows, b_rows, blocked, not blocked, fast, False, overlap)
+                launch = gemm.launch_of(config, target, a_rows, b_rows, blocked, not blocked, fast, overlap)
                 steps = launch.num_stages if overlap else 1
                 contiguous = ("a_stride_k", "b_stride_k") if case.endswith("nt") and blocked else _BY_ROW
                 yield variant(
@@ -118,7 +117,7 @@ def grouped_products(capability: int = 90) -> Iterator[Variant]:
         fast = layout == "nt" and target.limited_accumulator
         for index in grouped.available_configs(layout, target, fast, False, 2):
             config = gemm.CONFIGS[index]
-            launch = grouped.launch_of(config, target, layout, 8, layout == "nt", fast, False)
+            launch = grouped.launch_of(config, target, layout, 8, layout == "nt", fast)
             yield variant(
                 "grouped_mm", layout, index, launch, 1.0, tile=(config.tile_m + config.tile_n) * config.tile_k,
                 trips=COLUMNS // config.tile_k, **_operands("e4m3 e4m3", config, target.tma, False),

@@ -54,7 +54,7 @@ def test_triton_computes_every_expert_as_the_reference_and_reads_no_other_rows(c
     from octavo.kernels.grouped import triton
 
     if DEVICE == "cpu":
-        monkeypatch.setattr(triton, "target_for", lambda device: target_of(90 if tma else 89, 3))
+        monkeypatch.setattr(triton.gemm, "target_for", lambda device: target_of(90 if tma else 89, 3))
     layout = case[2]
     a, b, offsets, bias = random_operands(case, COUNTS, 70, 135, torch.device(DEVICE))
     arguments = offsets, layout, torch.float32, bias, layout == "nt"

@@ -202,9 +202,10 @@ def divide_by_row_scales(
 
 
 @triton.jit
-def _bytes_of(q, row, column, rows, columns):
+def _stored(x, row, column, rows, columns):
+    """Load elements of a row-major matrix, 0 outside of it."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    return tl.load(q + row[:, None] * columns + column[None, :], mask=inside, other=0).to(tl.int32)
+    return tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0)
 
 
 @triton.jit
@@ -213,9 +214,8 @@ def transpose_kernel(q, qt, rows, words, columns, TILE_R: tl.constexpr, TILE_C: 
     word = tl.program_id(0).to(tl.int64) * (TILE_R // 4) + tl.arange(0, TILE_R // 4)
     row = 4 * word
     column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
-    low = _bytes_of(q, row, column, rows, columns) | (_bytes_of(q, row + 1, column, rows, columns) << 8)
-    high = _bytes_of(q, row + 2, column, rows, columns) | (_bytes_of(q, row + 3, column, rows, columns) << 8)
-    codes = tl.trans(low | (high << 16))
+    a, b, c, d = [_stored(q, row + i, column, rows, columns).to(tl.int32) for i in (0, 1, 2, 3)]
+    codes = tl.trans(a | (b << 8) | ((c | (d << 8)) << 16))
     at = column.to(tl.int64)[:, None] * words + word[None, :]
     inside = (column < columns)[:, None] & (word < words)[None, :]
     tl.store(qt.to(tl.pointer_type(tl.int32)) + at, codes, mask=inside)
@@ -232,16 +232,6 @@ def _glu_tile(
     u = to_float32(tl.load(up + offsets(row, column, up_r, up_c), mask=inside, other=0.0), INTERPRETED)
     value, _ = factor_and_slope(g, ACTIVATION, False, INTERPRETED)
     return round_to((g * value) * u, gate.dtype.element_ty, INTERPRETED)
-
-
-@triton.jit
-def _glu_wide(
-    gate, up, row, column, rows, columns, gate_r, gate_c, up_r, up_c,
-    ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Compute `_glu_tile` as float32."""
-    out = _glu_tile(gate, up, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
-    return to_float32(out, INTERPRETED)
 
 
 @triton.jit
@@ -268,7 +258,10 @@ def glu_blocks_kernel(
     first = tl.program_id(1) * TILE_C
     column = first + tl.arange(0, TILE_C)
     quarters = [
-        _glu_wide(gate, up, row + i, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
+        to_float32(
+            _glu_tile(gate, up, row + i, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED),
+            INTERPRETED,
+        )
         for i in (0, 1, 2, 3)
     ]
     quarters = divide_quarters_by_block_scales(
@@ -287,15 +280,9 @@ def glu_rows_kernel(
     """Compute TILE_R whole rows in registers; row-major output only."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     column = columns_from(0, TILE_C, VECTOR)
-    out = _glu_wide(gate, up, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
-    scaled = divide_by_row_scales(out, s, row, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
+    out = _glu_tile(gate, up, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, INTERPRETED)
+    scaled = divide_by_row_scales(to_float32(out, INTERPRETED), s, row, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
     store_rows(q, scaled, row, column, rows, columns, E4M3, INTERPRETED)
-
-
-@triton.jit
-def _load_h(h, row, column, rows, columns, INTERPRETED: tl.constexpr):
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    return to_float32(tl.load(h + row[:, None] * columns + column[None, :], mask=inside, other=0.0), INTERPRETED)
 
 
 @triton.jit
@@ -324,7 +311,8 @@ def glu_row_block_kernel(
     for start in range(0, columns, TILE_C):
         column = start + lanes
         quarters = [
-            _load_h(h, row + i, column, rows, columns, INTERPRETED) * inverses[i][:, None] for i in (0, 1, 2, 3)
+            to_float32(_stored(h, row + i, column, rows, columns), INTERPRETED) * inverses[i][:, None]
+            for i in (0, 1, 2, 3)
         ]
         store_quarters(q, qt, quarters, word, column, rows, columns, words, E4M3, ROWS, COLUMNS, INTERPRETED)
 

@@ -3,17 +3,20 @@
 import triton
 import triton.language as tl
 
+from octavo.kernels.fused.device import round_to
+
 
 @triton.jit
-def _rows_of(base, first, step, rows, k, ROWS: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr):
-    """Load a tile of an operand [rows, k] at one step of the contraction; indices past the last row wrap around."""
+def load_tile(base, first, at, rows, stride, ROWS: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr):
+    """Load ROWS rows of an operand from `first`, TILE_K columns from `at`, a multiple of 16."""
+    # Rows past the last one wrap around. Columns past the last one hold anything, but lie in the operand's memory.
     if TMA:
-        return base.load([first, step * TILE_K])
+        return base.load([first, at])
     else:
         row = (first + tl.arange(0, ROWS)) % rows
-        column = step * TILE_K + tl.arange(0, TILE_K)
-        where = base + row.to(tl.int64)[:, None] * k + column[None, :]
-        return tl.load(where, mask=(column < k)[None, :], other=0.0)
+        column = at + tl.arange(0, TILE_K)
+        where = base + row.to(tl.int64)[:, None] * stride + column[None, :]
+        return tl.load(where, mask=(column < stride)[None, :], other=0.0)
 
 
 @triton.jit
@@ -78,21 +81,11 @@ def scaled(
 
 
 @triton.jit
-def stored(sums, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
-    """Round float32 to the output dtype; ROUND_FIRST, since Triton's interpreter truncates to bf16."""
-    if ROUND_FIRST:
-        bits = sums.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-        sums = tl.where(sums == sums, rounded, sums)
-    return sums.to(dtype)
-
-
-@triton.jit
 def product_kernel(
     a, b, out, a_scale, b_scale, bias, m, n, k, a_stride_r, a_stride_k, b_stride_r, b_stride_k,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, BLOCKED: tl.constexpr, BIAS: tl.constexpr, FAST: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
-    TMA: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    TMA: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Compute tiles of out [m,n] = (A [m,k] · B [n,k]ᵀ) · scales + bias."""
     # A_ROWS, B_ROWS: rows that share a scale; 0 for all, −1 without scales. BLOCKED: scales change every 128 of k.
@@ -104,8 +97,8 @@ def product_kernel(
         first_n = tile_n * TILE_N
         sums = tl.zeros((TILE_M, TILE_N), tl.float32)
         for step in range(tl.cdiv(k, TILE_K)):
-            left = _rows_of(a, first_m, step, m, k, TILE_M, TILE_K, TMA)
-            right = _rows_of(b, first_n, step, n, k, TILE_N, TILE_K, TMA)
+            left = load_tile(a, first_m, step * TILE_K, m, k, TILE_M, TILE_K, TMA)
+            right = load_tile(b, first_n, step * TILE_K, n, k, TILE_N, TILE_K, TMA)
             if BLOCKED:
                 s = _scales_at(a_scale, first_m, step, m, a_stride_r, a_stride_k, TILE_M, A_ROWS, TILE_K)
                 t = _scales_at(b_scale, first_n, step, n, b_stride_r, b_stride_k, TILE_N, B_ROWS, TILE_K)
@@ -127,5 +120,5 @@ def product_kernel(
         if BIAS:
             sums = sums + tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
         inside = (row < m)[:, None] & (column < n)[None, :]
-        result = stored(sums, out.dtype.element_ty, ROUND_FIRST)
+        result = round_to(sums, out.dtype.element_ty, INTERPRETED)
         tl.store(out + row.to(tl.int64)[:, None] * n + column[None, :], result, mask=inside)

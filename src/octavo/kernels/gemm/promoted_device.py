@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.kernels.gemm.device import scaled, stored, tile_at
+from octavo.kernels.gemm.device import scaled, tile_at
 
 SLOTS = gl.constexpr(4)
 """Tiles of operands in shared memory, and steps of the contraction between two waits for all products."""
@@ -140,7 +140,7 @@ def _multiply(
             sums = scaled(sums, a_scale, b_scale, row, column, m, n, a_stride_r, b_stride_r, A_ROWS, B_ROWS)
         if BIAS:
             sums = sums + gl.load(bias + column, mask=column < n, other=0.0).to(gl.float32)[None, :]
-        _store(out, stored(sums, out.dtype.element_ty, False), first_m, first_n, m, n)
+        _store(out, sums.to(out.dtype.element_ty), first_m, first_n, m, n)
 
 
 @gluon.jit

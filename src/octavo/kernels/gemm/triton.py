@@ -26,11 +26,19 @@ class TritonProduct:
     """Products by one kernel, for operands and bias of equal shapes, strides, dtypes and device. Holds no tensor."""
 
     def __init__(
-        self, launch: Launch, programs: int, left: Operand, right: Operand, bias: Tensor | None, layout: str,
-        out_dtype: torch.dtype, tiles: list[tuple[int, int]] | None, gluon: bool,
+        self, left: Operand, right: Operand, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+        config: int | None, overlap: bool,
     ) -> None:  # fmt: skip
         (m, k), n, device = left.data.shape, right.data.shape[0], left.data.device
-        self._launch, self._programs, self._tiles, self._gluon = launch, programs, tiles, gluon
+        target, blocked = target_for(device), left.blocks.columns == BLOCK
+        fast = fast_accum and target.limited_accumulator and not blocked
+        self._gluon = overlap and not INTERPRETED and overlaps(target, fast)
+        available = configurations(target, fast, blocked_rows(left.blocks, right.blocks), out_dtype.itemsize)
+        chosen = CONFIGS[config if config in available else estimated_fastest(available, m, n, target)]
+        a_rows, b_rows = (NO_SCALE if operand.scale is None else operand.blocks.rows for operand in (left, right))
+        self._launch = launch_of(chosen, target, a_rows, b_rows, blocked, bias is not None, fast, self._gluon)
+        self._programs = min(chosen.tiles(m, n), target.multiprocessors if self._gluon else chosen.programs(target))
+        self._tiles = [(rows, chosen.tile_k) for rows in (chosen.tile_m, chosen.tile_n)] if target.tma else None
         self._device, self._empty, self._out = device, empty_strided_on(device), ((m, n), (n, 1), out_dtype)
         self._transposed = layout[0] == "t", layout[1] == "n"
         self._scaled, self._biased = (left.scale is not None, right.scale is not None), bias is not None
@@ -187,20 +195,7 @@ def plan_of(
         return None
     if not supports_blocks(left.blocks, right.blocks):
         raise NotImplementedError(f"this kernel does not support scales of {a.spec} by {b.spec}, layout {layout}")
-    m, n = left.data.shape[0], right.data.shape[0]
-    target = target_for(left.data.device)
-    blocked = left.blocks.columns == BLOCK
-    fast = fast_accum and target.limited_accumulator and not blocked
-    kind = target, fast, blocked_rows(left.blocks, right.blocks), out_dtype.itemsize
-    overlap = overlap and not INTERPRETED and overlaps(target, fast)
-    available = configurations(*kind)
-    chosen = CONFIGS[config if config in available else estimated_fastest(available, m, n, target)]
-    round_first = INTERPRETED and out_dtype == torch.bfloat16
-    a_rows, b_rows = (NO_SCALE if operand.scale is None else operand.blocks.rows for operand in (left, right))
-    launch = launch_of(chosen, target, a_rows, b_rows, blocked, bias is not None, fast, round_first, overlap)
-    programs = min(chosen.tiles(m, n), target.multiprocessors if overlap else chosen.programs(target))
-    tiles = [(rows, chosen.tile_k) for rows in (chosen.tile_m, chosen.tile_n)] if target.tma else None
-    return TritonProduct(launch, programs, left, right, bias, layout, out_dtype, tiles, overlap)
+    return TritonProduct(left, right, layout, out_dtype, bias, fast_accum, config, overlap)
 
 
 _OLDER_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
@@ -323,9 +318,8 @@ def trials(device: torch.device, case: Case, config: int | None = None) -> list[
 
 @lru_cache(maxsize=1024)
 def launch_of(
-    config: Config, target: Target, a_rows: int, b_rows: int, blocked: bool, bias: bool, fast: bool, round_first: bool,
-    overlap: bool,
-) -> Launch:  # fmt: skip
+    config: Config, target: Target, a_rows: int, b_rows: int, blocked: bool, bias: bool, fast: bool, overlap: bool
+) -> Launch:
     """Return the kernel in a configuration; `overlap` as in `plan_of`."""
     constants: dict[str, Any] = {
         "A_ROWS": a_rows, "B_ROWS": b_rows, "BLOCKED": blocked, "BIAS": bias, "TILE_M": config.tile_m,
@@ -335,6 +329,6 @@ def launch_of(
         from octavo.kernels.gemm.promoted_device import SLOTS, promoted_kernel
 
         return Launch(kernel=promoted_kernel, constants=constants, num_warps=config.warps, num_stages=SLOTS.value)
-    constants |= {"FAST": fast, "FLATTEN": config.flatten and target.tma, "TMA": target.tma, "ROUND_FIRST": round_first}
+    constants |= {"FAST": fast, "FLATTEN": config.flatten and target.tma, "TMA": target.tma, "INTERPRETED": INTERPRETED}
     stages = config.stages_within(target.shared)
     return Launch(kernel=product_kernel, constants=constants, num_warps=config.warps, num_stages=stages)

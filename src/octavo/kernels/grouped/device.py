@@ -3,20 +3,8 @@
 import triton
 import triton.language as tl
 
-from octavo.kernels.gemm.device import scaled, stored, tile_at
-
-
-@triton.jit
-def _load(base, first, at, rows, stride, ROWS: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr):
-    """Load ROWS rows of an operand from `first`, TILE_K columns from `at`, a multiple of 16."""
-    # Rows past the last one wrap around. Columns past the last one hold anything, but lie in the operand's memory.
-    if TMA:
-        return base.load([first, at])
-    else:
-        row = (first + tl.arange(0, ROWS)) % rows
-        column = at + tl.arange(0, TILE_K)
-        where = base + row.to(tl.int64)[:, None] * stride + column[None, :]
-        return tl.load(where, mask=(column < stride)[None, :], other=0.0)
+from octavo.kernels.fused.device import round_to
+from octavo.kernels.gemm.device import load_tile, scaled, tile_at
 
 
 @triton.jit
@@ -34,8 +22,8 @@ def _step(
     FAST: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the products of one step of the contraction; with CUT, of its columns from `begin` to `end` only."""
-    left = _load(a, first_a, a_at, a_rows, a_stride, TILE_M, TILE_K, TMA)
-    right = _load(b, first_b, b_at, b_rows, b_stride, TILE_N, TILE_K, TMA)
+    left = load_tile(a, first_a, a_at, a_rows, a_stride, TILE_M, TILE_K, TMA)
+    right = load_tile(b, first_b, b_at, b_rows, b_stride, TILE_N, TILE_K, TMA)
     if CUT:
         left, right = _cut(left, begin, end, TILE_K), _cut(right, begin, end, TILE_K)
     if FAST:
@@ -62,7 +50,7 @@ def grouped_kernel(
     a, b, out, offsets, a_scale, b_scale, bias, rows, columns, contraction, weight_step, tokens, experts, a_rows,
     a_stride, b_rows, b_stride, LAYOUT: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr, FAST: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Compute tiles of all experts' products, each [rows, columns], from operands contiguous along the contraction."""
     # LAYOUT "nt", "nn": rows are tokens, and those of no expert become zero; "tn": the contraction is over tokens.
@@ -131,5 +119,5 @@ def grouped_kernel(
             biased = tl.where(expert < experts, columns, 0)
             sums = sums + tl.load(bias + at_b, mask=column < biased, other=0.0).to(tl.float32)[None, :]
         inside = (row < limit)[:, None] & (column < columns)[None, :]
-        result = stored(sums, out.dtype.element_ty, ROUND_FIRST)
+        result = round_to(sums, out.dtype.element_ty, INTERPRETED)
         tl.store(out + row.to(tl.int64)[:, None] * columns + column[None, :], result, mask=inside)

@@ -9,17 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.kernels.gemm import triton as gemm
 from octavo.kernels.gemm.operand_layout import ALIGNMENT, packed
-from octavo.kernels.gemm.triton import (
-    CONFIGS,
-    GROUP,
-    Config,
-    Target,
-    configurations,
-    descriptor,
-    estimated_fastest,
-    target_for,
-)
 from octavo.kernels.grouped import reference
 from octavo.kernels.grouped.device import grouped_kernel
 from octavo.kernels.launch import INTERPRETED, Launch
@@ -41,19 +32,19 @@ def grouped_mm(
     tokens = a.data.shape[0]
     rows = left.shape[0]
     columns = right.shape[0] // experts if layout == "nt" else right.shape[0]
-    target = target_for(device)
+    target = gemm.target_for(device)
     fast = fast_accum and target.limited_accumulator
     kind = target, fast, False, out_dtype.itemsize
     each = -(-tokens // experts) if layout != "tn" else rows
     available = available_configs(layout, *kind)
-    chosen = CONFIGS[config if config in available else estimated_fastest(available, each, columns, target, experts)]
-    round_first = INTERPRETED and out_dtype == torch.bfloat16
-    launch = launch_of(chosen, target, layout, experts, bias is not None, fast, round_first)
+    fastest = gemm.estimated_fastest(available, each, columns, target, experts)
+    chosen = gemm.CONFIGS[config if config in available else fastest]
+    launch = launch_of(chosen, target, layout, experts, bias is not None, fast)
     shape = (experts, rows, columns) if layout == "tn" else (tokens, columns)
     out = torch.empty(shape, dtype=out_dtype, device=device)
     arguments = {
-        "a": descriptor(left, (chosen.tile_m, chosen.tile_k)) if target.tma else left,
-        "b": descriptor(right, (chosen.tile_n, chosen.tile_k)) if target.tma else right,
+        "a": gemm.descriptor(left, (chosen.tile_m, chosen.tile_k)) if target.tma else left,
+        "b": gemm.descriptor(right, (chosen.tile_n, chosen.tile_k)) if target.tma else right,
         "out": out, "offsets": offsets, "a_scale": a.scale, "b_scale": out if b.scale is None else b.scale,
         "bias": out if bias is None else bias.contiguous(), "rows": rows, "columns": columns,
         "contraction": left.shape[1], "weight_step": weight_step, "tokens": tokens, "experts": experts,
@@ -65,10 +56,10 @@ def grouped_mm(
     return out
 
 
-def available_configs(layout: str, target: Target, fast: bool, blocked: int, out_bytes: int) -> tuple[int, ...]:
+def available_configs(layout: str, target: gemm.Target, fast: bool, blocked: int, out_bytes: int) -> tuple[int, ...]:
     """Return the configurations of a product, as `octavo.kernels.gemm.triton.configurations`, that do not spill."""
     return tuple(
-        index for index in configurations(target, fast, blocked, out_bytes) if (layout, index) not in _SPILLING
+        index for index in gemm.configurations(target, fast, blocked, out_bytes) if (layout, index) not in _SPILLING
     )
 
 
@@ -95,12 +86,11 @@ def _spread(data: Tensor, experts: int) -> tuple[Tensor, int]:
 
 
 @lru_cache(maxsize=1024)
-def launch_of(
-    config: Config, target: Target, layout: str, experts: int, bias: bool, fast: bool, round_first: bool
-) -> Launch:
+def launch_of(config: gemm.Config, target: gemm.Target, layout: str, experts: int, bias: bool, fast: bool) -> Launch:
     constants: dict[str, Any] = {
         "LAYOUT": layout, "EXPERTS": 1 << experts.bit_length(), "BIAS": bias, "FAST": fast, "TILE_M": config.tile_m,
-        "TILE_N": config.tile_n, "TILE_K": config.tile_k, "GROUP": GROUP, "TMA": target.tma, "ROUND_FIRST": round_first,
+        "TILE_N": config.tile_n, "TILE_K": config.tile_k, "GROUP": gemm.GROUP, "TMA": target.tma,
+        "INTERPRETED": INTERPRETED,
     }  # fmt: skip
     stages = config.stages_within(target.shared)
     return Launch(kernel=grouped_kernel, constants=constants, num_warps=config.warps, num_stages=stages)

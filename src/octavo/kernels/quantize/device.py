@@ -56,13 +56,18 @@ def load4(x, row, column, rows, columns, stride_r, stride_c, EVICT: tl.constexpr
 
 
 @triton.jit
-def fold4(quarters, fold, row, column, rows, columns, FOLD: tl.constexpr):
+def _factor(fold, index, extent, ABS: tl.constexpr):
+    factor = tl.load(fold + index, mask=index < extent, other=0.0)
+    return tl.abs(factor) if ABS else factor
+
+
+@triton.jit
+def fold4(quarters, fold, row, column, rows, columns, FOLD: tl.constexpr, ABS: tl.constexpr = False):
+    """Multiply quarters by fold factors, or (ABS) by the factors' magnitudes."""
     if FOLD == 1:
-        quarters = [
-            quarters[i] * tl.load(fold + (row + i), mask=row + i < rows, other=0.0)[:, None] for i in (0, 1, 2, 3)
-        ]
+        quarters = [quarters[i] * _factor(fold, row + i, rows, ABS)[:, None] for i in (0, 1, 2, 3)]
     elif FOLD == 2:
-        factor = tl.load(fold + column, mask=column < columns, other=0.0)[None, :]
+        factor = _factor(fold, column, columns, ABS)[None, :]
         quarters = [quarter * factor for quarter in quarters]
     return quarters
 
@@ -199,28 +204,14 @@ def blocks_kernel(
 
 
 @triton.jit
-def _magnitude_bits(quarters, fold, row, column, rows, columns, FOLD: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Fold magnitudes and return their integer bits; the multiplication takes absolute values at no cost."""
-    if FOLD == 1:
-        quarters = [
-            quarters[i] * tl.abs(tl.load(fold + row + i, mask=row + i < rows, other=0.0))[:, None]
-            for i in (0, 1, 2, 3)
-        ]  # fmt: skip
-    elif FOLD == 2:
-        factor = tl.abs(tl.load(fold + column, mask=column < columns, other=0.0))[None, :]
-        quarters = [quarter * factor for quarter in quarters]
-    if INTERPRETED:  # a CPU's NaN may be negative
-        return [magnitude(quarter) for quarter in quarters]
-    return [quarter.to(tl.int32, bitcast=True) for quarter in quarters]
-
-
-@triton.jit
 def _tile_maxima(
     quarters, fold, largest, amax, row, column, rows, columns,
     FOLD: tl.constexpr, AXIS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the rows of a tile into `amax`, or take its magnitudes into `largest`, elementwise."""
-    sizes = _magnitude_bits(quarters, fold, row, column, rows, columns, FOLD, INTERPRETED)
+    """Reduce the rows of a tile of magnitudes into `amax`, or take them into `largest`, elementwise."""
+    # Products of magnitudes are positive, so their bits sort at no cost; but a CPU's NaN may be negative.
+    folded = fold4(quarters, fold, row, column, rows, columns, FOLD, True)
+    sizes = [magnitude(size) if INTERPRETED else size.to(tl.int32, bitcast=True) for size in folded]
     if AXIS == 1:
         for i in tl.static_range(4):
             tl.atomic_max(amax + (row + i), tl.max(sizes[i], axis=1), mask=row + i < rows, sem="relaxed")
