@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.session import Row, Session, begin, parser
-from octavo.kernels.conformance import GPU, INTERPRETER, Check, checks, compare, unavailable_reason
+from octavo.kernels.conformance.cases import checks, unavailable_reason
+from octavo.kernels.conformance.mismatches import GPU, INTERPRETER, Check, compare
 
 SAME = "as the reference"
 COMPILE_SHARE = 0.6  # Of `--minutes`, at most, for the pool; the rest is compiled where it is compared

@@ -19,7 +19,7 @@ import octavo
 from benchmarks.processes import Processes
 from benchmarks.session import Row, begin, parser
 from octavo import comm
-from octavo.kernels.conformance import difference, low_sqnr
+from octavo.kernels.conformance.mismatches import difference, low_sqnr
 from octavo.parallel import Fp8AllReduce, Parallel, parallelize
 from octavo.tensor import local_tensor
 

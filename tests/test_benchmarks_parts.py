@@ -16,7 +16,7 @@ from benchmarks.profiling import Kernel
 from benchmarks.session import LEAST_LIMIT_S
 from benchmarks.timing import Rehearsal, Timing
 
-from octavo.kernels.conformance import Check
+from octavo.kernels.conformance.mismatches import Check
 from octavo.train import load_config
 from processes import gloo  # noqa: F401
 from support.sessions import CPU, session_of

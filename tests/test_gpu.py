@@ -18,7 +18,7 @@ from torch import nn
 import octavo
 import octavo.kernels.fused  # registers its ops
 from octavo.kernels import scaled_mm
-from octavo.kernels.conformance import difference, low_sqnr
+from octavo.kernels.conformance.mismatches import difference, low_sqnr
 from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.gemm import reference as gemm_reference
 from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize, quantize_pair, reference

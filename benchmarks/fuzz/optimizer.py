@@ -15,7 +15,7 @@ from benchmarks.fuzz import outcome
 from benchmarks.fuzz.build import DTYPES, Case, strided, values
 from benchmarks.fuzz.modules import Part
 from benchmarks.fuzz.outcome import PASS, Outcome, fail, same
-from octavo.kernels.conformance import difference
+from octavo.kernels.conformance.mismatches import difference
 from octavo.numerics import sqnr
 
 FP8_DB = 14.0

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.conformance import difference
+from octavo.kernels.conformance.mismatches import difference
 from octavo.numerics import sqnr
 
 WHOLE_DB, EACH_DB = 20.0, 15.0  # What gradients reach at least: all of a model together, and each

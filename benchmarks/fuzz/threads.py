@@ -17,7 +17,7 @@ from benchmarks.fuzz import outcome
 from benchmarks.fuzz.activations import convert, plain_run, precision_of
 from benchmarks.fuzz.build import Case, build, inputs
 from benchmarks.fuzz.outcome import PASS, Outcome, fail
-from octavo.kernels.conformance import difference
+from octavo.kernels.conformance.mismatches import difference
 
 CONTEXTS: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
     "disabled": lambda model: octavo.disabled(), "accumulating": octavo.nn.accumulating,

@@ -22,7 +22,7 @@ from benchmarks.fuzz.build import Case, Run, build, inputs, reference, run
 from benchmarks.fuzz.optimizer import WRITES
 from benchmarks.fuzz.outcome import PASS, WHOLE_DB, Invalid, Outcome, compare_gradients, fail, same
 from benchmarks.fuzz.ranks import WRAPPERS, on_ranks
-from octavo.kernels.conformance import difference
+from octavo.kernels.conformance.mismatches import difference
 from octavo.numerics import sqnr
 
 EARLIER: dict[str, Callable[[Tensor], Any]] = {

@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 from octavo.kernels import quantize
-from octavo.kernels.conformance import difference
+from octavo.kernels.conformance.mismatches import difference
 from octavo.numerics import QuantSpec
 from octavo.tensor import ScaledTensor
 from tensors import randn

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo.kernels import conformance
+from octavo.kernels.conformance import mismatches
+from octavo.kernels.conformance.cases import checks
 
 pytest.importorskip("triton", reason="Triton is not installed (macOS, Windows)")
 
@@ -19,15 +20,15 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="on a GPU: octavo doctor
 CPU = torch.device("cpu")
 
 
-ALL_CONFIGS = conformance.INTERPRETER._replace(configs=None)
+ALL_CONFIGS = mismatches.INTERPRETER._replace(configs=None)
 
 
-def compare(only, seed=0, budget=conformance.INTERPRETER):
-    return conformance.compare(conformance.checks(CPU, only), CPU, seconds=0, seed=seed, budget=budget)
+def compare(only, seed=0, budget=mismatches.INTERPRETER):
+    return mismatches.compare(checks(CPU, only), CPU, seconds=0, seed=seed, budget=budget)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("budget", [conformance.INTERPRETER, pytest.param(ALL_CONFIGS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", [mismatches.INTERPRETER, pytest.param(ALL_CONFIGS, marks=pytest.mark.slow)])
 def test_all_kernels_equal_the_reference(budget):
     """Each case of each op on one small input of any values, strides and sizes; `octavo doctor --deep` runs more."""
     outcomes = compare("", budget=budget)
@@ -42,7 +43,7 @@ def test_all_kernels_equal_the_reference(budget):
 
 def test_every_variant_that_can_be_launched_is_compared():
     """The same ops and configurations as in `benchmarks.variants`, which are cross-compiled."""
-    compared = {(c.op, c.case, config) for c in conformance.checks(CPU) for config in c.configs}
+    compared = {(c.op, c.case, config) for c in checks(CPU) for config in c.configs}
     quantizers = [*quantizations()]
     assert {(v.op, v.case, v.config) for v in quantizers} <= compared
     others = {
@@ -67,16 +68,16 @@ def test_a_configuration_that_raises_is_found(monkeypatch):
     def fails(*arguments):
         raise RuntimeError("out of resource: shared memory\nand more lines")
 
-    (check,) = conformance.checks(CPU, "quantize e4m3/tensor fold=none columns")
-    (outcome,) = conformance.compare(
-        [replace(check, actual=fails)], CPU, seconds=0, seed=0, budget=conformance.INTERPRETER
+    (check,) = checks(CPU, "quantize e4m3/tensor fold=none columns")
+    (outcome,) = mismatches.compare(
+        [replace(check, actual=fails)], CPU, seconds=0, seed=0, budget=mismatches.INTERPRETER
     )
     assert (outcome.runs, outcome.mismatches) == (1, 1)
     assert outcome.first.endswith("RuntimeError: out of resource: shared memory")
 
 
 def test_one_run_in_many_that_differs_is_counted():
-    (check,) = conformance.checks(CPU, "quantize e4m3/1x128 fold=none both")
+    (check,) = checks(CPU, "quantize e4m3/1x128 fold=none both")
     calls = []
 
     def sometimes(*arguments):
@@ -86,8 +87,8 @@ def test_one_run_in_many_that_differs_is_counted():
             outputs[1].view(torch.uint8)[0, 0] ^= 1
         return outputs
 
-    budget = conformance.INTERPRETER._replace(repeats=6)
-    (outcome,) = conformance.compare([replace(check, actual=sometimes)], CPU, seconds=0, seed=0, budget=budget)
+    budget = mismatches.INTERPRETER._replace(repeats=6)
+    (outcome,) = mismatches.compare([replace(check, actual=sometimes)], CPU, seconds=0, seed=0, budget=budget)
     assert (outcome.mismatches, outcome.runs, len(calls)) == (1, 6, 6)
     assert outcome.first.startswith("round 0, ") and "output 1 of 3 differs from reference: 1 of" in outcome.first
 
@@ -95,8 +96,8 @@ def test_one_run_in_many_that_differs_is_counted():
 def test_inputs_depend_on_seed_round_and_case_only():
     def notes_of(seed):
         notes = []
-        for check in conformance.checks(CPU, "e4m3/row"):
-            rng = conformance.RandomInputs(f"{seed}/0/{check.op}/{check.case}", conformance.GPU)
+        for check in checks(CPU, "e4m3/row"):
+            rng = mismatches.RandomInputs(f"{seed}/0/{check.op}/{check.case}", mismatches.GPU)
             check.inputs(rng)
             notes.append(rng.notes)
         return notes
@@ -108,7 +109,7 @@ def test_inputs_are_of_every_kind():
     """Inputs cover the values, strides and sizes that have broken kernels, and notes describe them."""
     notes, kinds = [], set()
     for number in range(150):
-        rng = conformance.RandomInputs(str(number), conformance.GPU._replace(size=40))
+        rng = mismatches.RandomInputs(str(number), mismatches.GPU._replace(size=40))
         x = rng.matrix()
         notes.append(rng.notes[0])
         values, limits = x.float(), torch.finfo(x.dtype)
@@ -126,27 +127,27 @@ def test_inputs_are_of_every_kind():
 def test_difference_ignores_the_sign_of_nan_and_nothing_else():
     e4m3 = torch.tensor([0x7F, 0xFF, 0x00, 0x38], dtype=torch.uint8)
     as_fp8 = [t.view(torch.float8_e4m3fn) for t in (e4m3, e4m3 ^ torch.tensor([0x80, 0x80, 0, 0], dtype=torch.uint8))]
-    assert conformance.difference([as_fp8[0]], [as_fp8[1]]) is None
-    assert "1 of 4" in conformance.difference(
+    assert mismatches.difference([as_fp8[0]], [as_fp8[1]]) is None
+    assert "1 of 4" in mismatches.difference(
         [as_fp8[0]], [(e4m3 ^ torch.tensor([0, 0, 0x80, 0])).byte().view(as_fp8[0].dtype)]
     )
     nan = torch.tensor([torch.nan, 1.0])
-    assert conformance.difference([nan], [-nan * torch.tensor([1.0, -1.0])]) is None
-    assert "expected nan, got 1.0" in conformance.difference([nan], [torch.ones(2)])
+    assert mismatches.difference([nan], [-nan * torch.tensor([1.0, -1.0])]) is None
+    assert "expected nan, got 1.0" in mismatches.difference([nan], [torch.ones(2)])
     with pytest.raises(ValueError, match="zip"):
-        conformance.difference([nan], [])
+        mismatches.difference([nan], [])
     integers, doubles = torch.arange(3), torch.tensor([1.0, torch.nan], dtype=torch.float64)
-    assert conformance.difference([integers, doubles], [integers, -doubles.abs().neg()]) is None
-    assert conformance.difference([doubles, integers], [doubles, integers + 1], ["y", "dx"]).startswith("dx differs")
+    assert mismatches.difference([integers, doubles], [integers, -doubles.abs().neg()]) is None
+    assert mismatches.difference([doubles, integers], [doubles, integers + 1], ["y", "dx"]).startswith("dx differs")
 
 
 def test_low_sqnr_names_the_output_below_the_limit():
     exact = torch.tensor([3.0, 4.0])
     close = torch.tensor([3.0, 4.5])  # 20 dB
-    assert conformance.low_sqnr([exact, exact], [close.bfloat16(), exact], 19.9) is None
-    assert "output 1 of 2 has an SQNR of 20.0 dB" in conformance.low_sqnr([exact, exact], [exact, close], 20.1)
-    assert "nan dB" in conformance.low_sqnr([exact], [exact * torch.nan], 20)
-    assert conformance.low_sqnr([exact[:0]], [exact[:0]], 99) is None
+    assert mismatches.low_sqnr([exact, exact], [close.bfloat16(), exact], 19.9) is None
+    assert "output 1 of 2 has an SQNR of 20.0 dB" in mismatches.low_sqnr([exact, exact], [exact, close], 20.1)
+    assert "nan dB" in mismatches.low_sqnr([exact], [exact * torch.nan], 20)
+    assert mismatches.low_sqnr([exact[:0]], [exact[:0]], 99) is None
 
 
 def test_the_command_shows_each_configuration_and_returns_agreement(broken_launches, monkeypatch, capsys):

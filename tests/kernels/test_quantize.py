@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import quantize
-from octavo.kernels.conformance import difference
+from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.direct import Plans
 from octavo.kernels.quantize import QUANTIZE, quantize_pair, reference
 from octavo.numerics import E4M3, ROW, QuantSpec, first_mismatch

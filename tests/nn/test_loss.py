@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from octavo.kernels.conformance import low_sqnr
+from octavo.kernels.conformance.mismatches import low_sqnr
 from octavo.kernels.cross_entropy import CROSS_ENTROPY, cross_entropy_
 from octavo.nn import loss
 from octavo.nn.loss import chunk_tokens, linear_cross_entropy

@@ -1,6 +1,7 @@
 """Ops, cases and configurations to compare, and their inputs."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -8,7 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.kernels.adamw import ADAMW, EXAMPLE, example
+from octavo.kernels.adaptive import CASE
+from octavo.kernels.adaptive.reference import adaptive_quantize
 from octavo.kernels.conformance.mismatches import Check, Inputs, RandomInputs, difference, low_sqnr
+from octavo.kernels.dequantize import DEQUANTIZE
+from octavo.kernels.fused import reference as fused_reference
+from octavo.kernels.fused.activations import ACTIVATIONS
+from octavo.kernels.gemm import SCALED_MM
+from octavo.kernels.gemm.operand_layout import UNIT_SCALE, blocks_of
+from octavo.kernels.grouped import GROUPED_MM
+from octavo.kernels.grouped.gradient import QUANTIZE_GROUPED
+from octavo.kernels.quantize import reference as quantize_reference
+from octavo.kernels.registry import OPS, Case
 from octavo.numerics.spec import FULL, QuantSpec
 from octavo.tensor import ScaledTensor
 
@@ -40,16 +53,13 @@ def checks(device: torch.device, only: str = "") -> list[Check]:
     return selected
 
 
-def _check(
-    op: str, case: str, configs: int | tuple[int, ...], inputs: Any, sides: Any, name: str = "", **options: Any
-) -> Check:
-    expected, actual = (getattr(side, name or op) for side in sides)
-    indices = tuple(range(configs)) if isinstance(configs, int) else configs
-    return Check(op=op, case=case, configs=indices, inputs=inputs, expected=expected, actual=actual, **options)
+def _check(op: str, case: str, configs: Sequence[int], inputs: Any, **options: Any) -> Check:
+    expected, actual = (OPS[op].backends[name].run for name in ("reference", "triton"))
+    return Check(op=op, case=case, configs=tuple(configs), inputs=inputs, expected=expected, actual=actual, **options)
 
 
 def _quantizers() -> Iterator[Check]:
-    from octavo.kernels.quantize import reference, triton
+    from octavo.kernels.quantize import triton
 
     def factor(rng: RandomInputs, kind: str, rows: int, columns: int) -> Tensor | None:
         shapes = {"rows": (rows, 1), "columns": (1, columns)}
@@ -61,34 +71,29 @@ def _quantizers() -> Iterator[Check]:
             folds = [factor(rng, folded.fold, *x.shape) for folded in (task.first, task.second)]
             return x, spec, folds[0], task.second.spec, folds[1]
         amax = rng.positive(*spec.granularity.scale_shape(tuple(x.shape)))
-        scale = reference.scale_of(amax, spec)[0].to(spec.scale_dtype)
+        scale = quantize_reference.scale_of(amax, spec)[0].to(spec.scale_dtype)
         precomputed = {"nothing": (None, None), "amax": (amax, None), "scale": (None, scale)}[task.precomputed]
         return x, spec, factor(rng, task.first.fold, *x.shape), *precomputed, task.order
 
     for task, case in triton.recipe_tasks().items():
-        op = "quantize" if task.second is None else "quantize_pair"
-        yield _check(op, case, len(triton.tiles(task)), partial(inputs, task=task), (reference, triton))
+        yield _check(task.op, case, range(len(triton.tiles(task))), partial(inputs, task=task))
 
 
 def _products(device: torch.device) -> Iterator[Check]:
-    from octavo.kernels.gemm import SCALED_MM, triton
-    from octavo.kernels.gemm.operand_layout import UNIT_SCALE, blocks_of
+    from octavo.kernels.gemm import triton
 
     target = triton.target_for(device)
     for case in dict.fromkeys(SCALED_MM.cases.values()):
-        two_e5m2 = all(text.startswith("e5m2") for text in case[:2])
-        if two_e5m2 or not triton.supports_blocks(*blocks_of(case)):
+        if triton.unsupported_reason(case) is not None:
             continue
         blocked = triton.blocked_rows(*blocks_of(case))
         for fast in (True, False) if target.limited_accumulator and not blocked else (False,):
             for dtype in (torch.bfloat16, torch.float32):
                 configs = triton.configurations(target, fast, blocked, dtype.itemsize)
-                yield _product(case, fast, dtype, configs, UNIT_SCALE)
+                yield _product(case, fast, dtype, configs)
 
 
-def _product(case: tuple[str, ...], fast: bool, dtype: torch.dtype, configs: tuple[int, ...], unit: str) -> Check:
-    from octavo.kernels.gemm import reference, triton
-
+def _product(case: Case, fast: bool, dtype: torch.dtype, configs: tuple[int, ...]) -> Check:
     a_text, b_text, layout = case
 
     def inputs(rng: RandomInputs) -> Inputs:
@@ -96,12 +101,12 @@ def _product(case: tuple[str, ...], fast: bool, dtype: torch.dtype, configs: tup
         k = min(rng.size(), 1024)  # sums of up to 1024 such products are exact in every accumulator
         bias = rng.normal(n).bfloat16() if rng.random.random() < 0.5 else None
         rng.notes.append(f"M {m} N {n} K {k}{' bias' if bias is not None else ''}")
-        a = _operand(rng, a_text, (k, m) if layout[0] == "t" else (m, k), unit)
-        b = _operand(rng, b_text, (n, k) if layout[1] == "t" else (k, n), unit)
+        a = _operand(rng, a_text, (k, m) if layout[0] == "t" else (m, k))
+        b = _operand(rng, b_text, (n, k) if layout[1] == "t" else (k, n))
         return a, b, layout, dtype, bias, fast
 
     label = f"{' '.join(case)} {'fast' if fast else 'promoted'} {str(dtype).removeprefix('torch.')}"
-    return _check("scaled_mm", label, configs, inputs, (reference, triton), differs=_difference_but_of_zeros)
+    return _check("scaled_mm", label, configs, inputs, differs=_difference_but_of_zeros)
 
 
 def _difference_but_of_zeros(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> str | None:
@@ -110,44 +115,40 @@ def _difference_but_of_zeros(expected: Sequence[Tensor], actual: Sequence[Tensor
 
 
 def _grouped_products(device: torch.device) -> Iterator[Check]:
-    from octavo.kernels.gemm.operand_layout import UNIT_SCALE
     from octavo.kernels.gemm.triton import target_for
-    from octavo.kernels.grouped import GROUPED_MM, reference, triton
+    from octavo.kernels.grouped.triton import available_configs
 
     target = target_for(device)
 
-    def inputs(rng: RandomInputs, case: tuple[str, ...]) -> Inputs:
+    def inputs(rng: RandomInputs, case: Case) -> Inputs:
         a_text, b_text, layout, biased = case
         experts, m, offsets = _groups(rng)
         n, k = min(rng.size(), 1024), min(rng.size(), 1024)
         rng.notes.append(f"N {n} K {k}")
-        a = _operand(rng, UNIT_SCALE if layout == "tn" else a_text, (m, k if layout == "nt" else n), UNIT_SCALE)
+        a = _operand(rng, UNIT_SCALE if layout == "tn" else a_text, (m, k if layout == "nt" else n))
         if layout == "tn":
             a = ScaledTensor(a.data, rng.positive(experts, n), QuantSpec.parse(a_text))
-        b = _operand(rng, b_text, (m if layout == "tn" else experts * n, k), UNIT_SCALE)
+        b = _operand(rng, b_text, (m if layout == "tn" else experts * n, k))
         bias = rng.normal(experts, n).bfloat16() if biased else None
         return a, b, offsets, layout, torch.bfloat16, bias, layout == "nt"
 
     for case in dict.fromkeys(GROUPED_MM.cases.values()):
         fast = case[2] == "nt" and target.limited_accumulator
-        configs = triton.available_configs(case[2], target, fast, False, 2)
-        label, of_case, sides = " ".join(case).strip(), partial(inputs, case=case), (reference, triton)
-        yield _check("grouped_mm", label, configs, of_case, sides, differs=_difference_but_of_zeros)
+        configs = available_configs(case[2], target, fast, False, 2)
+        label, of_case = " ".join(case).strip(), partial(inputs, case=case)
+        yield _check("grouped_mm", label, configs, of_case, differs=_difference_but_of_zeros)
 
 
 def _grouped_gradients() -> Iterator[Check]:
-    from octavo.kernels.grouped import gradient, gradient_triton
-
     def inputs(rng: RandomInputs, spec: QuantSpec) -> Inputs:
         (experts, m, offsets), n = _groups(rng), min(rng.size(), 1024)
         rng.notes.append(f"N {n}")
         return rng.normal(m, n).bfloat16(), offsets, spec, rng.positive(experts, n), rng.positive(m, 1), True
 
-    for (text,) in gradient.QUANTIZE_GROUPED.cases.values():
-        yield Check(
-            op="quantize_grouped", case=text, configs=(0,), inputs=partial(inputs, spec=QuantSpec.parse(text)),
-            expected=gradient.reference, actual=lambda *call: gradient_triton.quantize_grouped(*call[:-1]),
-        )  # fmt: skip
+    for (text,) in QUANTIZE_GROUPED.cases.values():
+        check = _check("quantize_grouped", text, (0,), partial(inputs, spec=QuantSpec.parse(text)))
+        without_config = partial(lambda run, *call: run(*call[:-1]), check.actual)
+        yield replace(check, actual=without_config)
 
 
 def _groups(rng: RandomInputs) -> tuple[int, int, Tensor]:
@@ -159,15 +160,15 @@ def _groups(rng: RandomInputs) -> tuple[int, int, Tensor]:
     return experts, rows, torch.tensor(counts, device="cpu").cumsum(0).int()
 
 
-def _operand(rng: RandomInputs, text: str, shape: tuple[int, int], unit: str) -> ScaledTensor:
+def _operand(rng: RandomInputs, text: str, shape: tuple[int, int]) -> ScaledTensor:
     """Small integers with scales; powers of two if the scales multiply inside the sum."""
-    spec = QuantSpec.parse("e4m3/tensor" if text == unit else text)
+    spec = QuantSpec.parse("e4m3/tensor" if text == UNIT_SCALE else text)
     values = rng.integers(-2, 2, shape)
     data = values.float().to(spec.format.dtype)
     if rng.random.random() < 0.5:
         data = data.t().contiguous().t()
         rng.notes.append("column-major")
-    if text == unit:
+    if text == UNIT_SCALE:
         return ScaledTensor(data, None, spec)
     scales = spec.granularity.scale_shape(shape)
     outside = FULL in spec.granularity
@@ -177,9 +178,7 @@ def _operand(rng: RandomInputs, text: str, shape: tuple[int, int], unit: str) ->
 
 def _results() -> Iterator[tuple[QuantSpec | None, str, str]]:
     """Results that recipes request of a fused op: spec, memory order, label."""
-    from octavo.kernels.fused.reference import cases_of_inputs, optional_spec
-
-    for spec in map(optional_spec, cases_of_inputs()):
+    for spec in map(fused_reference.optional_spec, fused_reference.cases_of_inputs()):
         for order in ("rows",) if spec is None else ("rows", "columns", "both"):
             yield spec, order, "plain" if spec is None else f"{spec} {order}"
 
@@ -197,30 +196,28 @@ def _norm_inputs(rng: RandomInputs, center: bool, spec: QuantSpec | None, order:
 
 
 def _norms() -> Iterator[Check]:
-    from octavo.kernels.fused import reference, triton
+    from octavo.kernels.fused.triton import ROWS_CONFIGS
 
     for spec, order, label in _results():
         for op, center in (("rms_norm", False), ("layer_norm", True)):
             inputs = partial(_norm_inputs, center=center, spec=spec, order=order)
-            yield _check(op, label, len(triton.ROWS_CONFIGS), inputs, (reference, triton), "norm")
+            yield _check(op, label, range(len(ROWS_CONFIGS)), inputs)
 
 
 def _norm_gradients() -> Iterator[Check]:
-    from octavo.kernels.fused import reference, triton
+    from octavo.kernels.fused.triton import NORM_BACKWARD_CONFIGS
 
     def inputs(rng: RandomInputs, center: bool) -> Inputs:
         x, weight, bias, eps, offset, *_ = _norm_inputs(rng, center, None, "rows")
-        rstd, mean, *_ = reference.norm(x, weight, bias, eps, offset, center, None, "rows")
+        rstd, mean, *_ = fused_reference.norm(x, weight, bias, eps, offset, center, None, "rows")
         return _like(rng, x), x, weight, rstd, mean if center else None, offset, center
 
     for op, center in (("rms_norm_backward", False), ("layer_norm_backward", True)):
-        configs, sides = len(triton.NORM_BACKWARD_CONFIGS), (reference, triton)
-        yield _check(op, "gradients", configs, partial(inputs, center=center), sides, "norm_backward")
+        yield _check(op, "gradients", range(len(NORM_BACKWARD_CONFIGS)), partial(inputs, center=center))
 
 
 def _glus() -> Iterator[Check]:
-    from octavo.kernels.fused import reference, triton
-    from octavo.kernels.fused.activations import ACTIVATIONS
+    from octavo.kernels.fused.triton import GLU_BACKWARD_CONFIGS, ROWS_CONFIGS
 
     def inputs(rng: RandomInputs, options: Inputs) -> Inputs:
         gate = rng.matrix()
@@ -230,18 +227,16 @@ def _glus() -> Iterator[Check]:
         gate = rng.matrix()
         return _like(rng, gate), gate, _like(rng, gate), activation, rng.random.random() < 0.5
 
-    sides = reference, triton
     for act in ACTIVATIONS:
         for spec, order, label in _results():
             of_result = partial(inputs, options=(act, spec, order))
-            yield _check("glu", f"{act} {label}", len(triton.ROWS_CONFIGS), of_result, sides)
-        configs = len(triton.GLU_BACKWARD_CONFIGS)
-        yield _check("glu_backward", act, configs, partial(gradient_inputs, activation=act), sides)
+            yield _check("glu", f"{act} {label}", range(len(ROWS_CONFIGS)), of_result)
+        configs = range(len(GLU_BACKWARD_CONFIGS))
+        yield _check("glu_backward", act, configs, partial(gradient_inputs, activation=act))
 
 
 def _dequantizers() -> Iterator[Check]:
-    from octavo.kernels.dequantize import DEQUANTIZE, reference, triton
-    from octavo.kernels.quantize import reference as quantize_reference
+    from octavo.kernels.dequantize.triton import CONFIGS
 
     def inputs(rng: RandomInputs, spec: QuantSpec) -> Inputs:
         x = rng.matrix()
@@ -249,23 +244,22 @@ def _dequantizers() -> Iterator[Check]:
 
     for (text,) in dict.fromkeys(DEQUANTIZE.cases.values()):
         of_spec = partial(inputs, spec=QuantSpec.parse(text))
-        yield _check("dequantize", text, len(triton.CONFIGS), of_spec, (reference, triton))
+        yield _check("dequantize", text, range(len(CONFIGS)), of_spec)
 
 
 def _messages() -> Iterator[Check]:
-    from octavo.kernels.adaptive import CASE, reference, triton
+    from octavo.kernels.adaptive.triton import CONFIGS
 
     def message(rng: RandomInputs) -> Inputs:
         x = rng.matrix()
-        return *reference.adaptive_quantize(x), rng.random.choice((x.dtype, torch.float32))
+        return *adaptive_quantize(x), rng.random.choice((x.dtype, torch.float32))
 
     for op, inputs in (("adaptive_quantize", lambda rng: (rng.matrix(),)), ("adaptive_dequantize", message)):
-        yield _check(op, CASE[0], len(triton.CONFIGS), inputs, (reference, triton))
+        yield _check(op, CASE[0], range(len(CONFIGS)), inputs)
 
 
 def _optimizers() -> Iterator[Check]:
     """One step on a parameter of each kind. Not byte for byte: see `octavo.kernels.adamw.triton`."""
-    from octavo.kernels.adamw import ADAMW, EXAMPLE, example, reference, triton
 
     def inputs(rng: RandomInputs) -> Inputs:
         rows, columns = rng.size(), rng.size()
@@ -273,18 +267,14 @@ def _optimizers() -> Iterator[Check]:
         values, m, v = rng.normal(rows, columns), rng.normal(rows, columns) * 1e-3, rng.normal(rows, columns) ** 2
         return values, rng.normal(rows, columns).bfloat16(), m, v
 
-    def stepped(run: Any, master: str, compact: bool, *operands: Tensor) -> list[Tensor]:
-        state = example(*operands, master=master, compact=compact)
+    def stepped(run: Any, master: str, compact: bool, *operands: Any) -> list[Tensor]:
+        state = example(*operands[:4], master=master, compact=compact)  # the kernel has no configurations
         run([(state, EXAMPLE)])
         return [state.param, *(moment[0] for moment in state.moments)]
 
-    def actual(master: str, compact: bool, *operands: Any) -> list[Tensor]:
-        return stepped(triton.step, master, compact, *operands[:-1])
-
     for master in ("remainder", "fp32", "none"):
         for compact in (True, False):
-            yield Check(
-                op=ADAMW.name, case=f"master={master} states={'fp8' if compact else 'fp32'}", configs=(0,),
-                inputs=inputs, expected=partial(stepped, reference.step_all, master, compact),
-                actual=partial(actual, master, compact), differs=partial(low_sqnr, decibels=40),
-            )  # fmt: skip
+            case, differs = f"master={master} states={'fp8' if compact else 'fp32'}", partial(low_sqnr, decibels=40)
+            check = _check(ADAMW.name, case, (0,), inputs, differs=differs)
+            expected, actual = (partial(stepped, run, master, compact) for run in (check.expected, check.actual))
+            yield replace(check, expected=expected, actual=actual)
