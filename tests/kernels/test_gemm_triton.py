@@ -214,6 +214,7 @@ def test_the_probe_finds_a_fault_in_later_tiles_only():
     faulty = replace(backend, run=wrong_after_the_first_tile)
     assert "many tiles in configuration" in SCALED_MM.run_probe(faulty, torch.device(DEVICE), case)
     assert SCALED_MM.run_probe(replace(backend, trials=lambda *_: ()), torch.device(DEVICE), case) is None
-    ((index, shape),) = backend.configured(5).trials(torch.device(DEVICE), case, None)
+    configured = backend.configured(5)
+    ((index, shape),) = configured.trials(torch.device(DEVICE), case, configured.config)
     assert index == 5 and shape == (4 * 64 - 7, 4 * 64 - 9)  # 16 tiles for the interpreter's 6 programs
     assert SCALED_MM.run_probe(backend.configured(5), torch.device(DEVICE), case) is None

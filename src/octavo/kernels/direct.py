@@ -37,7 +37,7 @@ class Call:
         """Return the plan of the backend that the registry chooses now; None if that backend makes no plans."""
         backend = op.choose(device, self._case, self._shape)
         if backend is not self._backend:
-            self._plan = None if backend.plan is None else backend.plan(*arguments)
+            self._plan = backend.plan(*arguments)
             self._backend = backend
         return self._plan
 

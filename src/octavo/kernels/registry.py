@@ -34,25 +34,22 @@ class Backend(Generic[T]):
     name: str  # Such as `"triton"`; `"reference"` supports every case on every device
     # Implementation, of one signature in all backends of the op, plus an index `config` if it has configurations.
     run: Callable[..., T]
-    # With the same arguments, returns what runs calls like this one repeatedly (`octavo.kernels.direct`), or None for
-    # those without a plan; None for a backend without plans.
-    plan: Callable[..., Any] | None = None
+    # With the same arguments, returns what runs calls like this one repeatedly (`octavo.kernels.direct`), or None.
+    plan: Callable[..., Any] = lambda *call, **options: None
     # Returns why it cannot run a case on a device, or None. Cheap: runs no kernel.
     unsupported_reason: Callable[[torch.device, Case], str | None] = lambda device, case: None
     # Returns configurations and large shapes that the probe runs besides its tiny input.
     trials: Callable[[torch.device, Case, int | None], Sequence[tuple[int, Shape]]] = lambda device, case, config: ()
     emulates: bool = False  # Whether it computes FP8 products without FP8 matrix units
+    config: int | None = None  # The only configuration that it runs; None: any
 
     def configured(self, config: int | None) -> "Backend[T]":
         """Return the backend with one of its configurations; itself for None."""
         if config is None:
             return self
-        trials = self.trials
         return replace(
-            self, run=partial(self.run, config=config),
-            plan=None if self.plan is None else partial(self.plan, config=config),
-            trials=lambda device, case, _: trials(device, case, config),
-        )  # fmt: skip
+            self, run=partial(self.run, config=config), plan=partial(self.plan, config=config), config=config
+        )
 
 
 Probe = Callable[[Backend[Any], torch.device, Case], str | None]
@@ -177,10 +174,10 @@ def triton_unsupported(device: torch.device, case: Case) -> str | None:
 
 def triton_backend(function: str, plan: str | None = None, **options: Any) -> Backend[Any]:
     """Return the backend of a function such as `"quantize.triton:quantize"`; importing octavo imports no Triton."""
-    module = f"octavo.kernels.{function.partition(':')[0]}"
     options.setdefault("unsupported_reason", triton_unsupported)
-    plans = None if plan is None else lazy_function(f"{module}:{plan}")
-    return Backend(name="triton", run=lazy_function(f"octavo.kernels.{function}"), plan=plans, **options)
+    if plan is not None:
+        options["plan"] = lazy_function(f"octavo.kernels.{function.partition(':')[0]}:{plan}")
+    return Backend(name="triton", run=lazy_function(f"octavo.kernels.{function}"), **options)
 
 
 GPU_TYPES = {"cuda"}

@@ -216,7 +216,7 @@ def _prepared(
 ) -> Callable[[ScaledTensor, ScaledTensor], object]:
     """Return what a linear in training calls for operands like these: the backend's plan, if it makes plans."""
     options = layout, torch.bfloat16, None, layout == "nt"
-    plan = None if backend.plan is None else backend.plan(a, b, *options)
+    plan = backend.plan(a, b, *options)
     if plan is None:
         return lambda a, b: backend.run(a, b, *options)
     return lambda a, b: plan(a.data, b.data, a.scale, b.scale, None)

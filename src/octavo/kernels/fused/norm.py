@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.fused import reference
-from octavo.kernels.fused.reference import cases_of_inputs, check_output, empty_outputs, optional_spec, unpack_outputs
+from octavo.kernels.fused.reference import cases_of_inputs, check_output, empty_outputs, optional_spec
 from octavo.kernels.library import check_like, check_matrix, define, sample
+from octavo.kernels.quantize.reference import unpack_outputs
 from octavo.kernels.registry import Case, register, same_bytes, triton_backend
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import QuantSpec

@@ -11,19 +11,18 @@ from torch import Tensor
 
 from octavo.kernels.fused.activations import activation_value, value_and_slope
 from octavo.kernels.quantize import reference
-from octavo.kernels.quantize import reference as quantize_reference
 from octavo.numerics.formats import E4M3, row_chunks
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import FULL, ROW, QuantSpec
 from octavo.numerics.suggestions import check_choice
-from octavo.tensor import Order, ScaledTensor
+from octavo.tensor import Order
 
 ROW_BLOCK = 32  # Rows whose contributions to a weight's gradient are added before they are stored
 
 
 def outputs_of(y: Tensor, spec: QuantSpec | None, order: str) -> list[Tensor]:
     """Return y; with a spec its FP8 data (row-major [R,C], transposed [C,R]) and scales."""
-    return [y] if spec is None else quantize_reference.quantize(y, spec, None, order=order)
+    return [y] if spec is None else reference.quantize(y, spec, None, order=order)
 
 
 def norm(
@@ -123,12 +122,6 @@ def supports_output(spec: QuantSpec) -> bool:
 def empty_outputs(y: Tensor, spec: QuantSpec | None, order: str) -> list[Tensor]:
     """Allocate a result of y's shape and device: in its dtype, or FP8 data and scales."""
     return [y.new_empty(y.shape)] if spec is None else reference.empty_outputs(y, spec, order)
-
-
-def unpack_outputs(outputs: list[Tensor], spec: QuantSpec, order: str) -> ScaledTensor:
-    *data, scale = outputs
-    views = [data[0] if order != "columns" else data[0].t(), *(d.t() for d in data[1:])]
-    return ScaledTensor(views[0], scale, spec, views[1] if len(views) == 2 else None)
 
 
 def kernel_arguments(outputs: list[Tensor], spec: QuantSpec | None, order: str, y: Tensor) -> dict[str, Any]:

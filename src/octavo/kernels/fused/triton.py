@@ -29,18 +29,22 @@ def _tiled(kernel: object, constants: Mapping[str, Any], tile: tuple[int, int, i
     return shared_launch(kernel, {**constants, "TILE_R": tile[0], "TILE_C": tile[1]}, tile[2])
 
 
-def run(steps: list[Launch], whole_rows: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
-    """Launch steps in order, with one program per group of whole rows for kernels in `whole_rows`, per tile else."""
-    # The transpose step reads the bytes that the previous step wrote.
+def run(steps: list[Launch], arguments: dict[str, Any]) -> None:
+    """Launch steps in order, with one program per group of whole rows for kernels on these, per tile else."""
+    rows, columns = arguments["rows"], arguments["columns"]
+    if steps[-1] is TRANSPOSE and arguments["q"] is arguments["qt"]:  # the result has no row-major data
+        arguments["q"] = arguments["qt"].new_empty((rows, columns))
     for step in steps:
-        down = max(-(-arguments["rows"] // step.constants["TILE_R"]), 1)
-        across = max(-(-arguments["columns"] // step.constants["TILE_C"]), 1)
-        step_arguments = arguments
-        if step is TRANSPOSE:
-            step_arguments = {
-                **arguments, "q": arguments["q"].view(torch.uint8), "qt": arguments["qt"].view(torch.uint8),
-            }  # fmt: skip
-        step.run((down,) if step.kernel in whole_rows else (down, across), step_arguments)
+        down = max(-(-rows // step.constants["TILE_R"]), 1)
+        across = max(-(-columns // step.constants["TILE_C"]), 1)
+        if step is TRANSPOSE:  # it reads the bytes that the step before wrote
+            arguments |= {name: arguments[name].view(torch.uint8) for name in ("q", "qt")}
+        step.run((down,) if step.kernel in _WHOLE_ROWS else (down, across), arguments)
+
+
+_WHOLE_ROWS = (
+    kernels.norm_rows_kernel, kernels.norm_row_block_kernel, kernels.glu_rows_kernel, kernels.glu_row_block_kernel,
+)  # fmt: skip
 
 
 NORM_ROW_BLOCK_CONFIGS = ((16, 512, 4), None)
@@ -79,10 +83,7 @@ def norm(
         "count": float(max(columns, 1)), **kernel_arguments(outputs, spec, order, x),
     }  # fmt: skip
     flags = {"CENTER": center, "OFFSET": offset, "BIAS": bias is not None}
-    steps = norm_launches(spec, order, columns, flags, config)
-    if steps[-1] is TRANSPOSE and order == "columns":
-        arguments["q"] = x.new_empty((rows, columns), dtype=arguments["qt"].dtype)
-    run(steps, (kernels.norm_rows_kernel, kernels.norm_row_block_kernel), arguments)
+    run(norm_launches(spec, order, columns, flags, config), arguments)
     return [rstd, *([] if mean is None else [mean]), *outputs]
 
 
@@ -172,9 +173,7 @@ def glu(gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order
         "gate": gate, "up": up, "h": h, "rows": rows, "columns": columns, **_strides(gate=gate, up=up),
         **kernel_arguments(outputs, spec, order, gate),
     }  # fmt: skip
-    if steps[-1] is TRANSPOSE and order == "columns":
-        arguments["q"] = gate.new_empty((rows, columns), dtype=arguments["qt"].dtype)
-    run(steps, (kernels.glu_rows_kernel, kernels.glu_row_block_kernel), arguments)
+    run(steps, arguments)
     return outputs
 
 
@@ -191,5 +190,5 @@ def glu_backward(
         "grad": grad, "gate": gate, "up": up, "dgate": dgate, "dup": dup, "rows": rows, "columns": columns,
         **_strides(grad=grad, gate=gate, up=up), "out_r": dgate.stride(0),
     }  # fmt: skip
-    run([glu_backward_launch(activation, config)], (), arguments)
+    run([glu_backward_launch(activation, config)], arguments)
     return gradients

@@ -92,9 +92,8 @@ class ProductPlan:
         result = scaled_mm(left, right, layout, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
         if self._plan is None:
             backend = SCALED_MM.choose(a.device, _case(left, right, layout), _shape(a, b, layout))
-            if backend.plan is not None:
-                self._plan = backend.plan(left, right, layout, out_dtype, bias, fast_accum)
-                self.call = self._plan if isinstance(self._plan, torch_scaled.OneCall) else None
+            self._plan = backend.plan(left, right, layout, out_dtype, bias, fast_accum)
+            self.call = self._plan if isinstance(self._plan, torch_scaled.OneCall) else None
         return result
 
 
@@ -151,7 +150,7 @@ def _probe(backend: Backend[Tensor], device: torch.device, case: Case) -> str | 
                 return problem
             if problem := _plan_differs(backend, a, b, layout, actual, bias):
                 return problem
-    for config, (m, n) in backend.trials(device, case, None):
+    for config, (m, n) in backend.trials(device, case, backend.config):
         a, b = _random_operands(case, m, n, 300, generator, device)
         expected = reference.scaled_mm(a, b, layout, torch.bfloat16, None, False)
         actual = backend.run(a, b, layout, torch.bfloat16, None, layout == "nt", config=config)
@@ -165,7 +164,7 @@ def _plan_differs(
     backend: Backend[Tensor], a: ScaledTensor, b: ScaledTensor, layout: str, expected: Tensor, bias: Tensor | None
 ) -> str | None:
     """Compare a backend's plan with its ordinary call: the first calls of a plan prepare what later ones launch."""
-    if backend.plan is None or a.data.device.type not in GPU_TYPES:
+    if a.data.device.type not in GPU_TYPES:
         return None
     plan = backend.plan(a, b, layout, expected.dtype, bias, layout == "nt")
     along_a, along_b = CONTRACTED[layout]

@@ -56,10 +56,7 @@ def quantize(
     else:
         _check_call(x, spec, fold, amax, scale, order)
     outputs = torch.ops.octavo.quantize(x, spec.text, fold, amax, scale, order, fuse_with)
-    copy = outputs[1].t() if order == "both" else None
-    return ScaledTensor(
-        outputs[0].t() if order == "columns" else outputs[0], outputs[-1] if scale is None else scale, spec, copy
-    )
+    return reference.unpack_outputs(outputs if scale is None else [*outputs, scale], spec, order)
 
 
 def quantize_pair(
@@ -89,8 +86,7 @@ def plan_quantize(
 ) -> Any:
     """Return the plan of `quantize` for arguments like these, None if its backend makes none. Raises as `quantize`."""
     _check_call(x, spec, fold, None, scale, order)
-    plan = QUANTIZE.choose(x.device, (spec.text,)).plan
-    return None if plan is None else plan(x, spec, fold, None, scale, order)
+    return QUANTIZE.choose(x.device, (spec.text,)).plan(x, spec, fold, None, scale, order)
 
 
 def plan_pair(
@@ -98,8 +94,7 @@ def plan_pair(
 ) -> Any:  # fmt: skip
     """Return the plan of `quantize_pair` for arguments like these; as `plan_quantize`."""
     _check_pair(x, spec, fold, spec_t, fold_t)
-    plan = QUANTIZE_PAIR.choose(x.device, (spec.text, spec_t.text)).plan
-    return None if plan is None else plan(x, spec, fold, spec_t, fold_t)
+    return QUANTIZE_PAIR.choose(x.device, (spec.text, spec_t.text)).plan(x, spec, fold, spec_t, fold_t)
 
 
 _CALLS: Plans[Call] = Plans()

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from octavo.numerics.formats import row_chunks, visible
 from octavo.numerics.spec import FULL, SMALLEST_SCALE, QuantSpec
+from octavo.tensor import ScaledTensor
 
 
 def quantize(
@@ -65,6 +66,12 @@ def empty_outputs(x: Tensor, spec: QuantSpec, order: str) -> list[Tensor]:
     if order != "rows":
         outputs.append(x.new_empty((columns, padded(rows)), dtype=spec.format.dtype)[:, :rows])
     return [*outputs, x.new_empty(spec.granularity.scale_shape((rows, columns)), dtype=spec.scale_dtype)]
+
+
+def unpack_outputs(outputs: list[Tensor], spec: QuantSpec, order: str) -> ScaledTensor:
+    *data, scale = outputs
+    views = [data[0] if order != "columns" else data[0].t(), *(d.t() for d in data[1:])]
+    return ScaledTensor(views[0], scale, spec, views[1] if len(views) == 2 else None)
 
 
 def padded(rows: int) -> int:
