@@ -1,7 +1,5 @@
 """The repeated blocks of a model, found rather than named: recomputed, sharded, offloaded and counted one by one."""
 
-from collections.abc import Iterator
-
 from torch import nn
 
 CALLED_OUTSIDE = "octavo_called_outside"
@@ -34,15 +32,11 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in find_block_list(model) if not isinstance(block, Absent)]
 
 
-def find_stacks(model: nn.Module) -> list[list[nn.Module]]:
+def find_stacks(module: nn.Module) -> list[list[nn.Module]]:
     """Every stack of blocks of a model, none inside another's block: one of a decoder, two of encoder and decoder."""
     # A stack is an `nn.ModuleList` that is not all of different types (layers with and without attention, in turns, are
     # one stack), or an `nn.Sequential` of two or more members of one type. An `nn.ModuleDict` with numbers for keys, as
     # torchtitan's models have, is a list. Its blocks have parts: a list of linears is none.
-    return list(_stacks(model))
-
-
-def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
     members = list(module.children())
     kinds = {type(member) for member in members}
     listed = isinstance(module, nn.ModuleList) or (isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module)))
@@ -50,7 +44,5 @@ def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
     enough = len(members) > 1 or listed
     have_parts = all(next(member.children(), None) is not None for member in members)
     if (listed or isinstance(module, nn.Sequential)) and repeated and enough and have_parts:
-        yield members
-        return
-    for member in members:
-        yield from _stacks(member)
+        return [members]
+    return [stack for member in members for stack in find_stacks(member)]

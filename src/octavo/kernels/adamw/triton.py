@@ -10,18 +10,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.adamw import reference
 from octavo.kernels.adamw.device import adamw_kernel
-from octavo.kernels.adamw.reference import (
-    GROUP,
-    RANGE_SIGNED,
-    RANGE_UNSIGNED,
-    TOP_SIGNED,
-    TOP_UNSIGNED,
-    HyperParams,
-    ParamState,
-    Work,
-    groups,
-)
+from octavo.kernels.adamw.reference import GROUP, HyperParams, ParamState, Work, groups
 from octavo.kernels.launch import INTERPRETED, Launch
 
 PER = 16  # Groups per program: 2048 elements, 16 per thread
@@ -61,7 +52,8 @@ def launch(kind: LaunchKey) -> Launch:
     param, grad, moments, master, noise, aligned = kind
     constants = {
         "PARAM": _TYPES[param], "GRAD": _TYPES[grad], "MOMENTS": moments, "MASTER": master, "NOISE": noise,
-        "TOP": TOP_SIGNED, "REACH": RANGE_SIGNED, "TOP_T": TOP_UNSIGNED, "REACH_T": RANGE_UNSIGNED,
+        "TOP": reference.TOP_SIGNED, "REACH": reference.RANGE_SIGNED, "TOP_T": reference.TOP_UNSIGNED,
+        "REACH_T": reference.RANGE_UNSIGNED,
         "PER": PER, "ALIGNED": aligned, "INTERPRETED": INTERPRETED,
     }  # fmt: skip
     return Launch(kernel=adamw_kernel, constants=constants, num_warps=4)

@@ -14,17 +14,6 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16,
 """Dtypes of logits by name."""
 
 
-def cross_entropy_(
-    logits: Tensor, target: Tensor, ignore_index: int = -100, scale: float = 1.0, softcap: float | None = None
-) -> Tensor:
-    """Return the loss of each row of logits [C,V], float32 [C], and write the gradient of their sum over the logits.
-
-    A target (int64 [C]) that is no class makes a row's loss NaN on a GPU; `ignore_index` makes loss and gradient 0.
-    Logits are multiplied by `scale`, then become softcap · tanh(logits / softcap).
-    """
-    return _CROSS_ENTROPY(logits, target, ignore_index, scale, softcap)
-
-
 def loss_and_gradient(
     logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None, needs_gradient: bool = True
 ) -> tuple[Tensor, Tensor | None]:
@@ -78,12 +67,19 @@ CROSS_ENTROPY = register(
 )  # fmt: skip
 
 
-def _run(logits: Tensor, target: Tensor, ignore_index: int, scale: float, softcap: float | None) -> Tensor:
+def _run(
+    logits: Tensor, target: Tensor, ignore_index: int = -100, scale: float = 1.0, softcap: float | None = None
+) -> Tensor:
     backend = CROSS_ENTROPY.choose(logits.device, (str(logits.dtype).removeprefix("torch."),))
     return backend.run(logits, target, ignore_index, scale, softcap)
 
 
-_CROSS_ENTROPY = define(
+cross_entropy_ = define(
     "cross_entropy_", _run, lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.float32),
     mutates=("logits",),
 )  # fmt: skip
+"""Return the loss of each row of logits [C,V], float32 [C], and write the gradient of their sum over the logits.
+
+A target (int64 [C]) that is no class makes a row's loss NaN on a GPU; `ignore_index` makes loss and gradient 0.
+Logits are multiplied by `scale`, then become softcap · tanh(logits / softcap).
+"""

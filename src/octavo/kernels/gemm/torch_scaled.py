@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import low_sqnr
-from octavo.kernels.gemm import reference, torch_scaled
+from octavo.kernels.gemm import reference
 from octavo.kernels.gemm.operand_layout import (
     ALIGNMENT,
     Operand,
@@ -341,7 +341,7 @@ def plan_of(
 ) -> PreparedProduct:
     """Return what multiplies operands like these, by data, scales and bias; it returns None if they are not aligned."""
     left, right = oriented(a, b, layout)
-    kind = torch_scaled.one_call(left, right, out_dtype, bias)
+    kind = one_call(left, right, out_dtype, bias)
     if kind in ("tensor", "row"):
         return OneCall(left, right, layout, out_dtype, fast_accum)
     if kind is not None:
@@ -350,7 +350,7 @@ def plan_of(
 
     def product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None) -> Tensor:
         left, right = ScaledTensor(a, a_scale, a_spec), ScaledTensor(b, b_scale, b_spec)
-        return torch_scaled.scaled_mm(left, right, layout, out_dtype, bias, fast_accum)
+        return scaled_mm(left, right, layout, out_dtype, bias, fast_accum)
 
     return product
 
@@ -365,11 +365,10 @@ class OneCall:
         self._device, self._out_dtype, self._fast_accum = left.data.device, out_dtype, fast_accum
         self._a_transposed, self._b_transposed = layout[0] == "t", layout[1] == "t"
         self._a_shape, self._b_shape = (m, k), (k, n)
-        self._is_row = torch_scaled.scaling_of(left.blocks, right.blocks) == "row"
+        self._is_row = scaling_of(left.blocks, right.blocks) == "row"
         self._rows, self._columns = (m, n) if self._is_row else (1, 1)
-        self._a_is_unit, self._b_is_unit = left.scale is None, right.scale is None
-        a_ones = torch_scaled.lasting_ones(self._rows, self._device) if left.scale is None else None
-        b_ones = torch_scaled.lasting_ones(self._columns, self._device) if right.scale is None else None
+        a_ones = lasting_ones(self._rows, self._device) if left.scale is None else None
+        b_ones = lasting_ones(self._columns, self._device) if right.scale is None else None
         self._a_ones, self._b_ones = a_ones, None if b_ones is None else b_ones.t()
         self._a_is_column = left.scale is not None and left.scale.stride() == (1, 1)
         self._b_is_row = right.scale is not None and layout[1] == "n" and right.scale.stride(0) == 1
@@ -395,9 +394,9 @@ class OneCall:
         if not (aligned or self._are_aligned(a, b, a_scale, b_scale, bias)):
             return None
         if a_scale is None:
-            a_scale = torch_scaled.ones(self._rows, self._device) if self._a_ones is None else self._a_ones
+            a_scale = ones(self._rows, self._device) if self._a_ones is None else self._a_ones
         if b_scale is None:
-            b_scale = torch_scaled.ones(self._columns, self._device).t() if self._b_ones is None else self._b_ones
+            b_scale = ones(self._columns, self._device).t() if self._b_ones is None else self._b_ones
         elif self._is_row and not self._b_is_row:
             b_scale = reinterpreted(b_scale, (1, self._columns), (1, 1), 0)
         return torch._scaled_mm(a, b, a_scale, b_scale, bias, None, self._out_dtype, self._fast_accum)
@@ -423,7 +422,7 @@ class BlockCall:
         self._left, self._right = _arrangement(left), _arrangement(right)
         # As integers, in lists: what `F.scaled_mm` makes of its arguments in each call.
         (self._a_type, self._a_order), (self._b_type, self._b_order) = (
-            tuple([int(value.value)] for value in torch_scaled.block_types(x.blocks)) for x in (left, right)
+            tuple([int(value.value)] for value in block_types(x.blocks)) for x in (left, right)
         )
         self._out_dtype, self._index = out_dtype, left.data.device.index
 
@@ -450,10 +449,10 @@ def _arrangement(operand: Operand) -> Callable[[Any], Tensor]:
     """Return what brings scales like the operand's, as they are stored, into cuBLAS's order."""
     scale, blocks, shape = operand.scale, operand.blocks, operand.data.shape
     assert scale is not None
-    ordered, size, stride = torch_scaled.ordered_scales(scale, blocks, shape)
+    ordered, size, stride = ordered_scales(scale, blocks, shape)
     own_size, own_stride = tuple(scale.shape), scale.stride()
     if ordered.data_ptr() != scale.data_ptr():  # padded
-        return lambda stored: torch_scaled.block_scales(reinterpreted(stored, own_size, own_stride, 0), blocks, shape)
+        return lambda stored: block_scales(reinterpreted(stored, own_size, own_stride, 0), blocks, shape)
     if ordered.is_contiguous():
         return lambda stored: reinterpreted(stored, size, stride, 0)
     own_size, own_stride, dtype = tuple(ordered.shape), ordered.stride(), scale.dtype
