@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import partial, reduce
-from operator import itemgetter, or_
+from operator import or_
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
@@ -100,15 +100,9 @@ class PreparedLaunch:
         passed = {name: arguments[name] for name in launch.kernel.arg_names if name in arguments}
         bases = {name: _tensor_of(value) for name, value in passed.items()}
         dtypes = {name: base.dtype for name, base in bases.items() if isinstance(base, torch.Tensor)}
-        scalars = {name: value for name, value in passed.items() if name not in dtypes}
-        fixed = {**scalars, **launch.constants}
-        position = {name: index for index, name in enumerate((*dtypes, *fixed))}
         # `names` are the arguments that are tensors, or TMA descriptors of tensors, `scalars` the others.
-        self.launch, self.grid, self.names, self.scalars = launch, grid, tuple(dtypes), scalars
-        self._x, self._y, self._z = (*grid, 1, 1)[:3]
-        self._dtypes = tuple(dtypes.values())
-        self._fixed = tuple(fixed.values())
-        self._in_order = itemgetter(*(position[name] for name in launch.kernel.arg_names))
+        self.launch, self.grid, self.names, self._dtypes = launch, grid, tuple(dtypes), tuple(dtypes.values())
+        self.scalars = {name: value for name, value in passed.items() if name not in dtypes}
         self._index = bases[self.names[0]].device.index
         self._descriptors = {name: _without_base(passed[name]) for name in dtypes if passed[name] is not bases[name]}
         self._compiled: dict[Any, tuple[Any, Callable[..., None]]] = {}
@@ -138,10 +132,11 @@ class PreparedLaunch:
         # function to a list. A launcher that allocates scratch memory at each launch, or of an unknown kind, is called;
         # None if it would have to unpack descriptors.
         call: Any = kernel.run
-        named = [_named(name, self._descriptors.get(name)) for name in self.names]
+        values = {name: _named(name, self._descriptors.get(name)) for name in self.names}
+        values |= {**self.scalars, **self.launch.constants}
         passed = (
-            self._x, self._y, self._z, Name("stream"), kernel.function, kernel.packed_metadata, None, None, None,
-            *self._in_order((*named, *self._fixed)),
+            *(*self.grid, 1, 1)[:3], Name("stream"), kernel.function, kernel.packed_metadata, None, None, None,
+            *(values[name] for name in self.launch.kernel.arg_names),
         )  # fmt: skip
         sizes = [getattr(call, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
         if hasattr(call, "launch") and sizes == [0, 0] and not getattr(call, "gsan_enabled", False):
