@@ -15,7 +15,6 @@ from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.library import define
 from octavo.kernels.quantize import reference as quantize
 from octavo.kernels.registry import Backend, Case, register, triton_backend
-from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import COLUMN, ROW, TENSOR, QuantSpec
 from octavo.tensor import Order, ScaledTensor
@@ -78,13 +77,10 @@ def reference(
         amax.scatter_reduce_(0, group.long()[:, None].expand_as(bits), bits, "amax")
         scale, inverse = quantize.scale_of(amax.view(torch.float32), spec)
         values.mul_(inverse.index_select(0, group))
-        one, unit = values.new_ones((1, 1)), _ONE_SCALE[spec.format.name]
-        outputs += quantize.quantize(values, unit, None, scale=one, order="columns" if transposed else "rows")
+        one_scale, order = replace(spec, granularity=TENSOR, scale_rule="amax"), "columns" if transposed else "rows"
+        outputs += quantize.quantize(values, one_scale, None, scale=values.new_ones((1, 1)), order=order)
         outputs.append(scale[:experts])
     return outputs
-
-
-_ONE_SCALE = {fmt.name: QuantSpec(format=fmt, granularity=TENSOR) for fmt in (E4M3, E5M2)}
 
 
 def _probe(backend: Backend[list[Tensor]], device: torch.device, case: Case) -> str | None:
