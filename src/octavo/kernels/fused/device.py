@@ -214,8 +214,11 @@ def transpose_kernel(q, qt, rows, words, columns, TILE_R: tl.constexpr, TILE_C: 
     word = tl.program_id(0).to(tl.int64) * (TILE_R // 4) + tl.arange(0, TILE_R // 4)
     row = 4 * word
     column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
-    a, b, c, d = [_stored(q, row + i, column, rows, columns).to(tl.int32) for i in (0, 1, 2, 3)]
-    codes = tl.trans(a | (b << 8) | ((c | (d << 8)) << 16))
+    low = _stored(q, row, column, rows, columns).to(tl.int32)
+    low |= _stored(q, row + 1, column, rows, columns).to(tl.int32) << 8
+    high = _stored(q, row + 2, column, rows, columns).to(tl.int32)
+    high |= _stored(q, row + 3, column, rows, columns).to(tl.int32) << 8
+    codes = tl.trans(low | (high << 16))
     at = column.to(tl.int64)[:, None] * words + word[None, :]
     inside = (column < columns)[:, None] & (word < words)[None, :]
     tl.store(qt.to(tl.pointer_type(tl.int32)) + at, codes, mask=inside)
