@@ -17,7 +17,7 @@ from octavo.kernels.calibration import Entry
 from octavo.kernels.quantize import triton as triton_quantize
 from octavo.kernels.quantize.quantize_timing import quantizations
 from octavo.kernels.registry import Backend, Op
-from octavo.kernels.timing import CallTime, TimingResult, TimingTask, time_candidates
+from octavo.kernels.timing import CallTime, TimingResult, time_candidates
 from octavo.numerics import RECIPES
 from octavo.planner import roofline
 
@@ -197,7 +197,7 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
         return times[ran[-1][0]]
 
     for task in timing.fp8_gemms(RECIPES[name], [(32, 64, 48)]):
-        result = task.timed(torch.device("cpu"), timer)
+        result = time_candidates(task, task.candidates(torch.device("cpu")), timer)
         assert list(result.times) == ["fast", "slow"]
         assert (result.entry.backend, result.entry.config, result.entry.others) == ("fast", 1, {"slow": 9.0})
         assert (result.entry.microseconds, result.entry.host_microseconds) == (3.0, 2.0)
@@ -256,12 +256,12 @@ def test_command_measures_prints_and_saves(monkeypatch):
     monkeypatch.setattr("octavo.cli.planning._device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
 
-    def measured(task, device, time):
+    def measured(task, candidates, time):
         won = entry(shape=task.shape, case=task.case)
         times = {"triton 128x128 #0": CallTime(10.0, 4.0), "torch_scaled": CallTime(3.0, 12.5)}
         return TimingResult(task=task, times=times, entry=won)
 
-    monkeypatch.setattr(TimingTask, "timed", measured)
+    monkeypatch.setattr(kernels, "time_candidates", measured)
     monkeypatch.setattr(
         "octavo.cli.kernels.measure_host",
         lambda device, recipes: [entry(op="host", case=(r.name,), shape=roofline.HOST_SHAPE) for r in recipes],
@@ -290,7 +290,8 @@ def test_a_quantizer_whose_bytes_differ_is_left_out(monkeypatch):
         return outputs
 
     monkeypatch.setattr(triton_quantize, "quantize", wrong)
-    result = quantization.timed(torch.device("cpu"), lambda calls: CallTime(1.0, 1.0))
+    candidates = quantization.candidates(torch.device("cpu"))
+    result = time_candidates(quantization, candidates, lambda calls: CallTime(1.0, 1.0))
     assert [label[-2:] for label in result.skipped] == ["#1"]
     assert "differs from reference" in next(iter(result.skipped.values()))
 

@@ -27,7 +27,7 @@ from octavo.kernels.conformance.cases import checks, unavailable_reason
 from octavo.kernels.conformance.mismatches import GPU, INTERPRETER, CaseResult, compare
 from octavo.kernels.gemm import accelerated
 from octavo.kernels.registry import status
-from octavo.kernels.timing import SHAPES, TimingResult, TimingTask, bf16_gemms, fp8_gemms, time_on_gpu
+from octavo.kernels.timing import SHAPES, TimingResult, TimingTask, bf16_gemms, fp8_gemms, time_candidates, time_on_gpu
 from octavo.nn.linear_subclasses import fp8_class
 from octavo.numerics.recipe import RECIPES, Recipe, get_recipe
 from octavo.planner.roofline import HOST_OP, HOST_SHAPE
@@ -179,7 +179,7 @@ def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
             todo.setdefault((task.case, task.shape), task)
     with Progress(console=Console(stderr=True), transient=True) as progress, torch.cuda.device(device):
         tasks = progress.track(list(todo.values()), description="measuring")
-        results = [task.timed(device, time_on_gpu) for task in tasks]
+        results = [time_candidates(task, task.candidates(device), time_on_gpu) for task in tasks]
     console = stdout()
     console.print(_choices(results))
     entries = [result.entry for result in results if result.entry is not None]

@@ -59,10 +59,6 @@ class TimingTask(ABC):
     @abstractmethod
     def candidates(self, device: torch.device) -> "Iterable[Candidate]": ...
 
-    def timed(self, device: torch.device, time: Timer) -> "TimingResult":
-        """Time every candidate, and choose the one with the shortest wait."""
-        return time_candidates(self, self.candidates(device), time)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TimingResult:
