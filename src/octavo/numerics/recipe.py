@@ -218,13 +218,12 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
         >>> octavo.numerics.get_recipe("tensorwise").dgrad_g.text
         'e5m2/tensor'
     """
-    if isinstance(recipe, str) and recipe.endswith(_WEIGHT_ONLY) and recipe.removesuffix(_WEIGHT_ONLY) in RECIPES:
-        return weight_only(recipe.removesuffix(_WEIGHT_ONLY))
     if isinstance(recipe, Recipe):
         return recipe
+    known = ", ".join(RECIPES)
     if not isinstance(recipe, str):
-        known = ", ".join(RECIPES)
         raise TypeError(f"recipe is a name or an octavo.Recipe; got {type(recipe).__name__}. Known: {known}")
-    if recipe not in RECIPES:
-        raise ValueError(f"unknown recipe {recipe!r}{nearest(recipe, RECIPES)}. Known: {', '.join(RECIPES)}")
-    return RECIPES[recipe]
+    name = recipe.removesuffix(_WEIGHT_ONLY)
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {recipe!r}{nearest(recipe, RECIPES)}. Known: {known}")
+    return RECIPES[name] if name == recipe else weight_only(name)

@@ -104,7 +104,7 @@ _PAIR_CALLS: Plans[Call] = Plans()
 def _check_call(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str
 ) -> None:
-    _check(x, fold, "fold")
+    _check(x, fold=fold)
     if amax is not None or scale is not None:
         if amax is not None and scale is not None:
             raise ValueError("quantize: pass amax or scale, not both")
@@ -115,24 +115,22 @@ def _check_call(
 
 
 def _check_pair(x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None) -> None:
-    _check(x, fold, "fold")
-    _check(x, fold_t, "fold_t")
+    _check(x, fold=fold, fold_t=fold_t)
     if (spec.format, spec.scale_rule) != (spec_t.format, spec_t.scale_rule):
         raise ValueError(
             f"quantize_pair needs specs of one format and scale rule; got {spec} and {spec_t}: call quantize twice"
         )
 
 
-def _check(x: Tensor, fold: Tensor | None, name: str) -> None:
+def _check(x: Tensor, **folds: Tensor | None) -> None:
     check_matrix("quantize", "x", x)
-    if fold is None:
-        return
-    rows, columns = x.shape
-    if fold.dtype != torch.float32 or fold.shape not in ((rows, 1), (1, columns)) or fold.device != x.device:
-        raise ValueError(
-            f"quantize: {name} must be float32 [{rows},1] or [1,{columns}] on {x.device}; "
-            f"got {fold.dtype} {list(fold.shape)} on {fold.device}"
-        )
+    shapes = (x.shape[0], 1), (1, x.shape[1])
+    for name, fold in folds.items():
+        if fold is not None and (fold.dtype != torch.float32 or fold.shape not in shapes or fold.device != x.device):
+            raise ValueError(
+                f"quantize: {name} must be float32 [{x.shape[0]},1] or [1,{x.shape[1]}] on {x.device}; "
+                f"got {fold.dtype} {list(fold.shape)} on {fold.device}"
+            )
 
 
 def _inputs(device: torch.device, case: Case) -> list[tuple[Any, ...]]:
