@@ -14,7 +14,7 @@ from octavo.inspect import Watch
 from octavo.nn.filters import sizes
 from octavo.nn.linear import linear
 from octavo.nn.linear_like import LinearLike
-from octavo.nn.linear_subclasses import FP8_CLASSES, is_transposed
+from octavo.nn.linear_subclasses import is_transposed
 from octavo.nn.memory_audit import audit
 from octavo.nn.select import is_linear
 from octavo.numerics import sqnr
@@ -64,15 +64,10 @@ def path(cls):
 
 @pytest.fixture
 def entry(monkeypatch):
-    """The entries of both tables, as docs/extending.md describes them."""
-    kind = LinearKind(plain=path(Columns), sizes=("rows", "columns"))
+    """The entry of the table, as docs/extending.md describes it."""
+    kind = LinearKind(plain=path(Columns), fp8=path(Fp8Columns), sizes=("rows", "columns"))
     monkeypatch.setattr(linear_kinds, "KINDS", [*linear_kinds.KINDS, kind])
-    monkeypatch.setitem(FP8_CLASSES, kind.plain, path(Fp8Columns))
     return kind
-
-
-def test_every_kind_has_fp8_classes():
-    assert {kind.plain for kind in linear_kinds.KINDS} == set(FP8_CLASSES)
 
 
 def test_a_new_kind_of_layer_is_converted_reported_watched_changed_and_reverted(entry):

@@ -11,8 +11,8 @@ from typing import TypeVar
 from torch import nn
 
 from octavo.activations.candidates import fusible, storable
-from octavo.activations.detect import original_class
 from octavo.activations.modules import (
+    STORAGE_ATTRIBUTE,
     HookedForward,
     Storage,
     activation_class,
@@ -21,7 +21,7 @@ from octavo.activations.modules import (
     revert_activations,
 )
 from octavo.nn.equalized import reset_scales
-from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts
+from octavo.nn.experts import looks_like_experts
 from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
 from octavo.nn.frozen import (
     check_frozen,
@@ -33,7 +33,7 @@ from octavo.nn.frozen import (
     sharded_problem,
 )
 from octavo.nn.gathered import sharded_weights
-from octavo.nn.linear_subclasses import change_since, fp8_class, is_converted, restore_original_class
+from octavo.nn.linear_subclasses import change_since, class_in_fp8, computes_fp8, restore_original_class
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
 from octavo.nn.resident import allow_save_pretrained, refuse_save_pretrained
 from octavo.nn.select import checked_weight, default_plan, linears_with_exact_inputs, obstacle
@@ -41,7 +41,7 @@ from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
 from octavo.numerics.spec import MessageSpec
-from octavo.numerics.suggestions import nearest
+from octavo.numerics.suggestions import listed, nearest
 from octavo.runtime.linear_kinds import KINDS
 from octavo.runtime.swap import all_or_nothing, set_class
 from octavo.runtime.torch_compat import local_part
@@ -116,12 +116,10 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
     trained = [layer for layer, own in weights.items() if any(layer.get_parameter(name).requires_grad for name in own)]
     with all_or_nothing(model):
         for fqn in plan.converted:
-            recipe = plan[fqn].recipe
-            assert recipe is not None
-            if looks_like_experts(modules[fqn]):
-                convert_experts(modules[fqn], recipe, storages.pop(fqn, None), keep_weights)
-                continue
-            set_class(modules[fqn], fp8_class(type(modules[fqn])), recipe=recipe, keep_weights=keep_weights)
+            attributes: dict[str, object] = {"recipe": plan[fqn].recipe, "keep_weights": keep_weights}
+            if fqn in storages:  # of experts
+                attributes[STORAGE_ATTRIBUTE] = storages.pop(fqn)
+            set_class(modules[fqn], class_in_fp8(modules[fqn]), **attributes)
         for layer, own in weights.items():
             layer._parameters.update(own)
         if weights:
@@ -138,9 +136,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
 
 
 def check_unconverted(model: nn.Module) -> None:
-    already = [
-        fqn for fqn, m in model.named_modules() if is_converted(m) or is_converted_experts(m) or handles_activations(m)
-    ]
+    already = [fqn for fqn, m in model.named_modules() if computes_fp8(m) or handles_activations(m)]
     if already:
         raise ValueError(
             f"{len(already)} layers of this model are converted already (first: {already[0] or 'the model itself'!r}). "
@@ -171,7 +167,7 @@ def revert(model: M) -> M:
         )
     """
     check_module("revert", model)
-    converted = {fqn: m for fqn, m in model.named_modules() if is_converted(m) or is_converted_experts(m)}
+    converted = {fqn: m for fqn, m in model.named_modules() if computes_fp8(m)}
     saving = {fqn: module for fqn, module in model.named_modules() if handles_activations(module)}
     if not converted and not saving and PLAN_ATTRIBUTE not in vars(model):
         raise ValueError("revert: this model has no converted layer, so there is nothing to revert")
@@ -201,10 +197,9 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
         checked_weight(fqn, modules[fqn])
     others = () if plan.partial else modules.keys() - plan.decisions.keys()
     if missing := [fqn for fqn in modules if fqn in others and obstacle(modules[fqn]) is None]:
-        first = ", ".join(map(repr, missing[:3])) + (", …" if len(missing) > 3 else "")
         raise ValueError(
-            f"the plan does not name {len(missing)} of this model's linear layers ({first}), as a plan of a smaller "
-            "model would not: make a plan of this model. To leave them in high precision, set partial in the plan: "
+            f"the plan does not name {len(missing)} of this model's linear layers ({listed(missing)}), as a plan of a "
+            "smaller model would not: make a plan of this model. To leave them in high precision, set partial in it: "
             'dataclasses.replace(plan, partial=True), or "partial": true in its JSON'
         )
     storages: dict[str, Storage] = {}
@@ -261,7 +256,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     module = aliases[fqn]
     fqn = next(name for name, other in modules.items() if other is module)  # the name that a report lists
     new_recipe = None if recipe is None else get_recipe(recipe)
-    experts, converted = looks_like_experts(module), is_converted(module) or is_converted_experts(module)
+    experts, converted = looks_like_experts(module), computes_fp8(module)
     if not converted:
         if (why := obstacle(module)) is not None:
             raise ValueError(f"change_recipe: {fqn!r} cannot be converted: {why}")
@@ -274,14 +269,13 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     checked_weight(fqn, module)
     with all_or_nothing(model):
         if new_recipe is None:
-            restore_original_class(module)
+            if converted:
+                restore_original_class(module)
             make_plain([module])
-        elif is_converted(module) or is_converted_experts(module):
+        elif computes_fp8(module):
             vars(module)["recipe"] = new_recipe
-        elif experts:
-            convert_experts(module, new_recipe, None, False)
         else:
-            set_class(module, fp8_class(original_class(module)), recipe=new_recipe)
+            set_class(module, class_in_fp8(module), recipe=new_recipe)
         if not experts:
             reset_scales(module)
         _update_plan(modules, fqn, new_recipe, reason)

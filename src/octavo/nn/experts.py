@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.activations.detect import original_class, uses_default_call
-from octavo.activations.modules import STORAGE_ATTRIBUTE, Storage, mixed_class, of_stored
+from octavo.activations.modules import Storage, of_stored
 from octavo.activations.saved_tensors import compressed, recording, unhooked
 from octavo.kernels import grouped_mm, needs_both_orders, quantize
 from octavo.kernels.grouped import is_grouped, quantize_grouped, sum_by_group
@@ -29,7 +29,6 @@ from octavo.nn.resident import ResidentWeight, StatesOfResident, is_computed_fro
 from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe, weight_only
 from octavo.runtime.derivatives import first_derivative_only
-from octavo.runtime.swap import set_class
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import FakeTensor, is_traceable_wrapper_subclass, required_gradients
 from octavo.tensor import Order, ScaledTensor
@@ -355,10 +354,3 @@ def describe_experts(module: nn.Module, recipe: Recipe) -> str:
     experts, hidden, both, inner = experts_shape(module)
     each = "" if is_grouped(recipe) else ", one product per expert"
     return f"experts: {experts} x ({hidden} → {both}, {inner} → {hidden}) in FP8 ({recipe.name}{each})"
-
-
-def convert_experts(module: nn.Module, recipe: Recipe, storage: Storage | None, keep_weights: bool) -> None:
-    """Make experts compute in FP8, in place; with a `storage`, they also store their activations in FP8."""
-    attributes = {} if storage is None else {STORAGE_ATTRIBUTE: storage}
-    owner = mixed_class(Experts, original_class(module))
-    set_class(module, owner, recipe=recipe, keep_weights=keep_weights, **attributes)

@@ -27,14 +27,6 @@ ATTRIBUTES = ("recipe", "keep_weights", equalized.ATTRIBUTE, STORAGE_ATTRIBUTE)
 _COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
 
 
-# The class that each plain class of `octavo.runtime.linear_kinds.KINDS` becomes, a subclass of it and of `LinearLike`.
-# By name, because some need other libraries.
-FP8_CLASSES = {
-    "torch.nn.Linear": "octavo.nn.linear.Linear",
-    "transformers.pytorch_utils.Conv1D": "octavo.nn.conv1d.Conv1D",
-}
-
-
 class CastingLinear(Linear):
     """A `Linear` from a subclass of `nn.Linear` that casts weight and bias to the dtype of the input."""
 
@@ -103,12 +95,17 @@ def is_converted(module: nn.Module) -> TypeGuard[LinearLike]:
     return isinstance(module, LinearLike)
 
 
+def computes_fp8(module: nn.Module) -> TypeGuard[LinearLike | Experts]:
+    """Return whether a module is a converted linear or converted experts."""
+    return isinstance(module, LinearLike | Experts)
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Return whether a linear, converted or not, stores W as [in, out], as Transformers' `Conv1D` does."""
     if isinstance(module, LinearLike):
         return module.weight_is_transposed
     kind = kind_of(module)
-    return kind is not None and bool(resolve_name(FP8_CLASSES[kind.plain]).weight_is_transposed)
+    return kind is not None and bool(resolve_name(kind.fp8).weight_is_transposed)
 
 
 def fp8_class(original: Any) -> type[LinearLike]:
@@ -118,11 +115,17 @@ def fp8_class(original: Any) -> type[LinearLike]:
     casts = formula is not None and formula.expression in _ways(_Casting)
     if kind is None:
         raise ValueError(f"Octavo has no FP8 class for a {original.__name__}")
-    linear: Any = CastingLinear if casts else resolve_name(FP8_CLASSES[kind.plain])
+    linear: Any = CastingLinear if casts else resolve_name(kind.fp8)
     fp8: type[LinearLike] = mixed_class(linear, original)
     if vars(fp8)["forward"] is not forward_like(linear, original):
         raise TypeError(f"{original.__name__} replaces the forward of its subclasses, so it may change")
     return fp8
+
+
+def class_in_fp8(module: nn.Module) -> Any:
+    """Return the class that a linear or experts have once they are converted."""
+    original = original_class(module)
+    return mixed_class(Experts, original) if looks_like_experts(module) else fp8_class(original)
 
 
 def class_obstacle(module: nn.Module) -> str | None:
@@ -137,8 +140,7 @@ def class_obstacle(module: nn.Module) -> str | None:
     if any(getattr(type(module), name, None) is not getattr(nn.Linear, name, None) for name in _COPYING):
         return f"{kind} copies itself in its own way, and the copy might not have its recipe"
     try:
-        owner: Any = type(module)
-        mixed_class(Experts, owner) if looks_like_experts(module) else fp8_class(owner)
+        class_in_fp8(module)
     except Exception as error:
         return f"making a subclass of {kind} raises {type(error).__name__}: {error}"
     return None

@@ -12,8 +12,8 @@ from torch import nn
 from octavo.activations.detect import original_class
 from octavo.activations.modules import STORAGE_ATTRIBUTE, handles_activations
 from octavo.kernels.gemm import accelerated
-from octavo.nn.experts import is_converted_experts, looks_like_experts
-from octavo.nn.linear_subclasses import is_converted
+from octavo.nn.experts import looks_like_experts
+from octavo.nn.linear_subclasses import computes_fp8
 from octavo.nn.memory_audit import audit
 from octavo.nn.operands import multiplies_itself
 from octavo.nn.resident import resident_weights
@@ -21,7 +21,7 @@ from octavo.nn.select import STORED_HOW, is_adapter, is_linear, own_weight
 from octavo.numerics.display import Displayed, Table
 from octavo.numerics.plan import Decision, Plan, merged_rows
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.suggestions import merged, pattern
+from octavo.numerics.suggestions import grouped, merged, pattern
 
 PLAN_ATTRIBUTE = "octavo_plan"  # Attribute of the converted model that holds the plan of `convert`
 NOTE_ATTRIBUTE = "octavo_note"  # Attribute of a layer: a function of it that returns a text to append to its reason
@@ -106,14 +106,10 @@ class Report(Displayed):
         if resident := [row for row in converted if row.resident_bytes]:
             size = sum(row.resident_bytes for row in resident) / sum(row.weights for row in resident)
             text += f", {len(resident)} of them frozen and resident in FP8 ({size:.3f} bytes per parameter)"
-        skipped: dict[str, list[Row]] = {}
-        for row in self.rows:
-            if not row.converted:
-                skipped.setdefault(row.reason, []).append(row)
         reasons = []
-        for reason, rows in skipped.items():
-            groups = merged_rows(rows)
-            named = groups[0][0] or "the model itself" if len(groups) == 1 else f"{len(rows)} layers"
+        for reason, rows in grouped((row.reason, row) for row in self.rows if not row.converted).items():
+            alike = merged_rows(rows)
+            named = alike[0][0] or "the model itself" if len(alike) == 1 else f"{len(rows)} layers"
             reasons.append(f"{named}: {reason}")
         parts = (text, *reasons, self._storage_summary(), self.execution)
         return "; ".join(part for part in parts if part)
@@ -138,9 +134,7 @@ class Report(Displayed):
     def _saved_bytes_lines(self) -> list[str]:
         if not self.saved_bytes:
             return []
-        groups: dict[str, list[str]] = {}
-        for name in self.saved_bytes:
-            groups.setdefault(pattern(name), []).append(name)
+        groups = grouped((pattern(name), name) for name in self.saved_bytes)
         rows = [(sum(self.saved_bytes[n] for n in names), merged(names) or "(the model)") for names in groups.values()]
         cells = [*sorted(rows, reverse=True), (sum(self.saved_bytes.values()), "in all")]
         table = Table(headings=("bytes saved", "by"), align="><", rows=[(f"{size:,}", name) for size, name in cells])
@@ -181,7 +175,7 @@ def report(model: nn.Module, batch: object = None) -> Report:
     rows = []
     for fqn, module in model.named_modules():
         weights = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim >= 2)
-        converted = is_converted(module) or is_converted_experts(module)
+        converted = computes_fp8(module)
         linear, experts = is_linear(module), looks_like_experts(module)
         if linear or (weights and not isinstance(module, nn.Embedding)):
             recipe = module.recipe.name if converted else None
@@ -231,10 +225,10 @@ def _decision(plans: Mapping[str, Plan], fqn: str) -> Decision | None:
 def _activation_rows(model: nn.Module, plans: Mapping[str, Plan]) -> Iterator[ActivationRow]:
     for fqn, module in model.named_modules():
         decision = _decision(plans, fqn)
-        if handles_activations(module) or (is_converted_experts(module) and STORAGE_ATTRIBUTE in vars(module)):
+        if handles_activations(module) or (computes_fp8(module) and STORAGE_ATTRIBUTE in vars(module)):
             storage = getattr(module, STORAGE_ATTRIBUTE).kind
             yield ActivationRow(name=fqn, activation_storage=storage, reason=STORED_HOW[storage])
-        elif decision is not None and not is_linear(module) and not is_converted_experts(module):
+        elif decision is not None and not is_linear(module) and not computes_fp8(module):
             layer = looks_like_experts(module) or decision.recipe is not None  # PEFT wraps layers under their names
             if layer and decision.activation_storage is None:
                 continue  # nothing was said about what they store
@@ -258,7 +252,7 @@ def _execution(model: nn.Module) -> str:
     """Return how converted layers run on their devices, if emulated."""
     used: set[tuple[torch.device, Recipe]] = set()
     for module in model.modules():
-        if is_converted(module) or is_converted_experts(module):  # FSDP1 holds the parameters of its modules elsewhere
+        if computes_fp8(module):  # FSDP1 holds the parameters of its modules elsewhere
             used |= {(parameter.device, module.recipe) for parameter in islice(module.parameters(), 1)}
     emulated = {(device.type, recipe.name) for device, recipe in used if not accelerated(recipe, device)}
     return "; ".join(

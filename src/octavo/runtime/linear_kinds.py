@@ -10,6 +10,7 @@ from torch import nn
 @dataclass(frozen=True, kw_only=True)
 class LinearKind:
     plain: str  # The class, as "module.Class"
+    fp8: str  # The class that it becomes, a subclass of it and of `octavo.nn.LinearLike`: not imported before that
     # Attributes of a layer of the class that hold in_features and out_features.
     sizes: tuple[str, str] = ("in_features", "out_features")
 
@@ -19,8 +20,11 @@ class LinearKind:
         return getattr(sys.modules.get(module), name, None)
 
 
-LINEAR = LinearKind(plain="torch.nn.Linear")
-KINDS = [LINEAR, LinearKind(plain="transformers.pytorch_utils.Conv1D", sizes=("nx", "nf"))]
+LINEAR = LinearKind(plain="torch.nn.Linear", fp8="octavo.nn.linear.Linear")
+KINDS = [
+    LINEAR,
+    LinearKind(plain="transformers.pytorch_utils.Conv1D", fp8="octavo.nn.conv1d.Conv1D", sizes=("nx", "nf")),
+]
 
 
 def kind_of(module: nn.Module) -> LinearKind | None:
