@@ -35,7 +35,7 @@ from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.precision import AUTO
 from octavo.numerics.recipe import RECIPES, Recipe, unequalized, weight_only
 from octavo.numerics.spec import ADAPTIVE, ROW, MessageSpec, QuantSpec
-from octavo.numerics.suggestions import check_choice, nearest
+from octavo.numerics.suggestions import check_choice, listed, nearest
 from octavo.runtime.extras import needs_extras
 from octavo.runtime.swap import all_or_nothing
 from octavo.runtime.torch_compat import FakeTensor
@@ -479,10 +479,10 @@ def _check(slots: list[_Slot], stored: Mapping[str, Any], path: str | Path, mode
     known = {name for slot in slots for name in (*slot.names, *slot.parts)}
     known |= {_scale_name(name, stored) for slot in slots for name in (*slot.names, *slot.scales) if slot.scales}
     unknown = [name for name in stored if name not in known]
-    others = f"{len(unknown)} tensors that the model lacks ({_first(unknown)})" if unknown else "no others"
+    others = f"{len(unknown)} tensors that the model lacks ({listed(unknown)})" if unknown else "no others"
     if missing:
         raise ValueError(
-            f"load_frozen: {path} lacks {len(missing)} tensors of the model ({_first(missing)}), and has {others}. "
+            f"load_frozen: {path} lacks {len(missing)} tensors of the model ({listed(missing)}), and has {others}. "
             "Names must be those of model.state_dict(): call load_frozen on the base model, before get_peft_model. "
             "Nothing was loaded"
         )
@@ -490,7 +490,7 @@ def _check(slots: list[_Slot], stored: Mapping[str, Any], path: str | Path, mode
     buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in loaded]
     if buffers:
         raise ValueError(
-            f"load_frozen: {len(buffers)} buffers on the meta device are in no checkpoint ({_first(buffers)}): build "
+            f"load_frozen: {len(buffers)} buffers on the meta device are in no checkpoint ({listed(buffers)}): build "
             "the model inside octavo.nn.meta_parameters(), not torch.device('meta'). Nothing was loaded"
         )
     for slot in slots:
@@ -552,10 +552,6 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-
-
 def _stored(path: Path) -> dict[str, Any]:
     with needs_extras("octavo.nn.load_frozen"):
         from safetensors import SafetensorError, safe_open
@@ -592,5 +588,5 @@ def _files(path: Path) -> list[Path]:
     if not files:
         raise FileNotFoundError(f"load_frozen: {path} has no *.safetensors file; save_pretrained writes them")
     if missing := [file.name for file in files if not file.is_file()]:
-        raise FileNotFoundError(f"load_frozen: {path} lacks {_first(missing)}, which {index.name} lists")
+        raise FileNotFoundError(f"load_frozen: {path} lacks {listed(missing)}, which {index.name} lists")
     return files
