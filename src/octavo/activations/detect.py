@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Norm:
 
     Attributes:
         weight: Name of the weight [K]; None for none.
-        bias: Name of the bias [K]; None for none.
+        bias: Name of the bias [K] of a layer norm; None for none.
         eps: Name of the epsilon added to the mean square or the variance, or its value.
         add_unit_offset: Multiplies by 1 + weight.
         center: Subtracts the mean first (layer norm).
@@ -280,11 +280,6 @@ def activation_of(module: object) -> str | None:
     value = vars(module).get(spec.attribute)
     if isinstance(value, str):  # nn.GELU's approximate
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(value)
-    if isinstance(value, MethodType) and value.__self__ is module:
-        owner = original_class(module)
-        name, formula = _method(owner, value.__func__.__name__)
-        fresh = formula is not None and formula.functions[0][1] is value.__func__ and formula.holds(owner, module)
-        return name if fresh else None
     return _function_name(value)
 
 
@@ -306,15 +301,6 @@ def _detected_spec(owner: type) -> tuple[ModuleSpec | None, Formula | None]:
                 roles = {role: name for role, name in names.items() if role in kind.__dataclass_fields__}
                 return kind(**(roles | fields)), formula
     return None, None
-
-
-@cache
-def _method(owner: type, method: str) -> tuple[str | None, Formula | None]:
-    """Return the name of the activation that a method of a class computes, and its formula."""
-    formula, names = formula_of(owner, method), ("gelu", "gelu_tanh")
-    if formula is None:
-        return None, None
-    return next((n for n in names if formula.expression == _pattern(_Activations, n)), None), formula
 
 
 def _pattern(owner: type, method: str) -> Expression:

@@ -131,9 +131,6 @@ class RecomputableTensors:
     def __init__(self) -> None:
         self.entries: dict[int, _Entry] = {}
 
-    def __len__(self) -> int:
-        return len(self.entries)
-
     def add(self, y: Tensor, recomputable: Recomputable, hooks: object = None) -> None:
         """Register a contiguous tensor, made by autograd under these saved-tensor hooks or itself recomputed."""
         key: int = y.untyped_storage()._cdata

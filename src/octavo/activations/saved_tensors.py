@@ -278,7 +278,7 @@ def recomputable_of(x: Tensor) -> Recomputable | None:
     """Return what to save for a tensor [..., K]: what it is recomputed from, or itself if it is saved anyway."""
     if torch.compiler.is_compiling():
         return recomputable_in_graph(x) if stores_in_graphs() else None
-    if INNERMOST.hooks is None and not RECOMPUTABLE:
+    if INNERMOST.hooks is None and not RECOMPUTABLE.entries:
         return None
     recomputable, hooks = RECOMPUTABLE.find(x, outer_hooks()), INNERMOST.hooks
     if recomputable is None and hooks is not None and hooks.in_force and hooks.saved_output(x):
