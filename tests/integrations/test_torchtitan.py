@@ -151,7 +151,7 @@ def test_the_command_line_converts_without_code():
         names = in_fp8(spec.model.build())
     assert len(names) == 30 and len(lines) == 1
     config = torchtitan.trainer.Trainer.Config(model_spec=llama("debugmodel"))
-    with pytest.raises(ValueError, match="no setting 'recipee'. Known: .*recipe"):
+    with pytest.raises(TypeError, match="unexpected keyword argument .recipee."):
         apply_overrides(OverrideConfig(imports=[(target, {"recipee": "blockwise"})]), config)
 
 

@@ -237,11 +237,11 @@ class OwnOptimizer(Trainer):
 
 def test_optimizers_without_the_states_that_were_asked_for(llama, trainer_of):
     model = llama()
-    with pytest.raises(ValueError, match=r"Fp8OwnOptimizer created a .*SGD: create an octavo.AdamW there"):
+    with pytest.raises(ValueError, match=r"the optimizer is a .*SGD: create it with octavo.AdamW"):
         trainer_of(cls=with_fp8(OwnOptimizer), model=model, precision=ALL).train()
     optimizers = octavo.AdamW(model.parameters(), states="fp32"), None
-    with pytest.raises(ValueError, match=r"optimizers=\(…\) has an octavo.AdamW with states='fp32'"):
-        trainer_of(model=model, precision=ALL, optimizers=optimizers)
+    with pytest.raises(ValueError, match="the optimizer is an octavo.AdamW with states='fp32'"):
+        trainer_of(model=model, precision=ALL, optimizers=optimizers).train()
 
 
 def test_a_resumed_run_without_fp8_states_takes_none(trainer_of, tmp_path):
@@ -287,12 +287,6 @@ def test_model_init_is_converted_each_time(llama, samples, tmp_path):
     [
         ({"precision": "fp9"}, {}, "unknown precision level 'fp9'"),
         ({"precision": {"recipee": "rowwise"}}, {}, "no key 'recipee'.*recipe"),
-        ({"precision": "fp8+activations+optimizer"}, {"optim": "adafactor"}, "args.optim is 'adafactor'"),
-        ({"precision": "fp8+activations+optimizer", "optimizers": "sgd"}, {}, r"optimizers=\(…\) has a .*SGD"),
-        (
-            {"precision": "fp8+activations+optimizer", "optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, {},
-            "optimizer_cls_and_kwargs names SGD",
-        ),
         ({}, {"fp16": True}, "fp16=True"),
         ({"fp8 of accelerate": True}, {}, "accelerate's own FP8 is on: set mixed_precision to 'bf16'"),
     ],
@@ -304,11 +298,22 @@ def test_settings_that_contradict_each_other(options, settings, message, llama, 
     if "fp8 of accelerate" in options:  # with which accelerate looks for another library first
         options = {}
         monkeypatch.setattr("accelerate.Accelerator.mixed_precision", "fp8")
-    if "optimizers" in options:
-        options = {**options, "optimizers": (torch.optim.SGD(model.parameters(), lr=1.0), None)}
     with pytest.raises(ValueError, match=message):
         Fp8Trainer(model=model, args=args, train_dataset=samples, **options)
     assert type(model.model.layers[0].mlp.down_proj) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("chosen", ["optim", "optimizers", "optimizer_cls_and_kwargs"])
+def test_fp8_states_need_their_optimizer(chosen, llama, samples, tmp_path):
+    model, args = llama(), arguments(tmp_path)
+    sgd = (torch.optim.SGD(model.parameters(), lr=1.0), None) if chosen == "optimizers" else (torch.optim.SGD, {})
+    options = {} if chosen == "optim" else {chosen: sgd}
+    if chosen == "optim":
+        args.optim = "sgd"
+    level = "fp8+activations+optimizer"
+    trainer = Fp8Trainer(model=model, args=args, train_dataset=samples, precision=level, **options)
+    with pytest.raises(ValueError, match=r"the optimizer is a .*SGD: create it with .*optim='adamw_torch'"):
+        trainer.train()
 
 
 def test_only_trainers_have_a_trainer_in_fp8():

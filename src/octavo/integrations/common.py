@@ -131,26 +131,26 @@ def prepare(model: nn.Module, precision: Precision, verbose: bool) -> None:
     _check_ranks(model)
 
 
-def optimizer_problem(optimizer: object, precision: Precision) -> str | None:
-    """Return what an optimizer is instead of `octavo.AdamW` with the states of a precision; None if it fits."""
-    optimizer = _bare_optimizer(optimizer)
-    if precision.states != "fp8" and precision.master != "remainder":
-        return None
-    if not isinstance(optimizer, AdamW):
-        return f"a {type(optimizer).__module__}.{type(optimizer).__name__}"
-    if precision.states == "fp8" and all(group["states"] != "fp8" for group in optimizer.param_groups):
-        return "an octavo.AdamW with states='fp32'"
-    return None
+def has_fp8_states(precision: Precision) -> bool:
+    """Return whether a precision has states that only `octavo.AdamW` makes."""
+    return precision.states == "fp8" or precision.master == "remainder"
 
 
-def check_optimizer(precision: Precision, optimizer: object) -> None:
+def check_optimizer(precision: Precision, optimizer: Any) -> None:
     """Raise ValueError if either a precision or the states of an optimizer are FP8 ones, and the other is not."""
-    if (problem := optimizer_problem(optimizer, precision)) is not None:
+    bare, problem = optimizer, None
+    while hasattr(bare, "optimizer"):  # wrappers of accelerate and Lightning
+        bare = bare.optimizer
+    if has_fp8_states(precision) and not isinstance(bare, AdamW):
+        problem = f"a {type(bare).__module__}.{type(bare).__name__}"
+    elif precision.states == "fp8" and all(group["states"] != "fp8" for group in bare.param_groups):
+        problem = "an octavo.AdamW with states='fp32'"
+    if problem is not None:
         raise ValueError(
             f"precision={precision.label!r} has FP8 states of AdamW, but the optimizer is {problem}: create it with "
-            "octavo.AdamW(model.parameters(), …)"
+            "octavo.AdamW(model.parameters(), …), in a Trainer by optim='adamw_torch'; or use precision='fp8' or "
+            "'fp8+activations'"
         )
-    bare = _bare_optimizer(optimizer)
     states = getattr(bare, "state", None)  # optimizers of other libraries may keep something else there, or nothing
     each = [state for state in states.values() if isinstance(state, Mapping)] if isinstance(states, Mapping) else []
     if not isinstance(bare, AdamW) and any("exp_avg_fp8" in state for state in each):
@@ -159,12 +159,6 @@ def check_optimizer(precision: Precision, optimizer: object) -> None:
             f"the checkpoint has FP8 optimizer states, which {name} does not read: go on "
             "with precision='fp8+activations+optimizer', or load the checkpoint without its optimizer states"
         )
-
-
-def _bare_optimizer(optimizer: Any) -> Any:
-    while hasattr(optimizer, "optimizer"):  # wrappers of accelerate and Lightning
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _check_conversion(model: nn.Module, recipes: set[str], precision: Precision) -> None:

@@ -4,7 +4,7 @@ The converter builds the model once on the meta device, lets `octavo.convert` de
 `Linear.Config` that gets a recipe. Experts compute in FP8 through `GroupedExperts._grouped_mm`.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -140,9 +140,6 @@ class Fp8Converter(QuantizationConverter):
 @override(target=BaseModel.Config, description="Octavo: linears and experts in FP8")
 def fp8(cfg: Any, **settings: Any) -> Any:
     """Convert a model's config from torchtitan's command line; `settings` are the fields of `Fp8Converter.Config`."""
-    known = [f.name for f in fields(Fp8Converter.Config)]
-    if unknown := [name for name in settings if name not in known]:
-        raise ValueError(f"octavo.integrations.torchtitan.fp8 has no setting {unknown[0]!r}. Known: {', '.join(known)}")
     return Fp8Converter.Config(**settings).build().convert(cfg)
 
 

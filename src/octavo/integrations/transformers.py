@@ -46,7 +46,7 @@ class Fp8TrainerMixin(_Trainer):
 
     Raises:
         ValueError: For settings that contradict each other: FP8 with `fp16=True`, with accelerate's own FP8, FSDP1 or
-            DeepSpeed; FP8 optimizer states with an optimizer that is not AdamW.
+            DeepSpeed; in `train`, FP8 optimizer states with an optimizer that is not `octavo.AdamW`.
     """
 
     def __init__(
@@ -62,10 +62,6 @@ class Fp8TrainerMixin(_Trainer):
         self._check_settings()
         self._convert(self._bare_model())
 
-    @property
-    def _fp8_optimizer(self) -> bool:
-        return self.precision.states == "fp8" or self.precision.master == "remainder"
-
     def _check_settings(self) -> None:
         label = f"precision={self.precision.label!r}"
         if self.args.fp16 and self.precision.matmul == "fp8":
@@ -76,23 +72,6 @@ class Fp8TrainerMixin(_Trainer):
             raise ValueError(f"{label} under DeepSpeed is not supported: use FSDP2 or DDP")
         if self.is_fsdp_enabled and getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
             raise ValueError(f"{label} with FSDP1 is not supported: set fsdp_version = 2 in fsdp_config")
-        if not self._fp8_optimizer:
-            return
-        problem, chosen = None, self.optimizer_cls_and_kwargs
-        optim = str(getattr(self.args.optim, "value", self.args.optim))
-        if self.optimizer is not None:
-            if (wrong := common.optimizer_problem(self.optimizer, self.precision)) is not None:
-                problem = f"optimizers=(…) has {wrong}"
-        elif chosen is not None:
-            if not (isinstance(chosen[0], type) and issubclass(chosen[0], AdamW)):
-                problem = f"optimizer_cls_and_kwargs names {chosen[0].__name__}"
-        elif optim not in _ADAMW:
-            problem = f"args.optim is {optim!r}"
-        if problem is not None:
-            raise ValueError(
-                f"{label} has FP8 states of AdamW, but {problem}: use optim='adamw_torch', or precision='fp8' or "
-                "'fp8+activations'"
-            )
 
     def _bare_model(self) -> nn.Module:
         model: nn.Module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -122,21 +101,18 @@ class Fp8TrainerMixin(_Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Create `octavo.AdamW` where `precision` has FP8 states, else the Trainer's own optimizer."""
         chosen, given = self.optimizer_cls_and_kwargs, self.args
-        if self._fp8_optimizer and self.optimizer is None:
+        default = AdamW if getattr(given.optim, "value", given.optim) in _ADAMW else None
+        cls, own = chosen or (default, {})
+        if common.has_fp8_states(self.precision) and isinstance(cls, type) and issubclass(cls, AdamW):
             options = {
                 "lr": given.learning_rate, "betas": (given.adam_beta1, given.adam_beta2), "eps": given.adam_epsilon,
                 "states": self.precision.states,
                 "master": None if self.precision.master == "none" else self.precision.master,
             }  # fmt: skip
-            cls, own = chosen or (AdamW, {})
             self.optimizer_cls_and_kwargs = cls, {**options, **own}
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         self.optimizer_cls_and_kwargs = chosen
-        if (problem := common.optimizer_problem(self.optimizer, self.precision)) is not None:
-            raise ValueError(
-                f"precision={self.precision.label!r} has FP8 states of AdamW, but {type(self).__name__} created "
-                f"{problem}: create an octavo.AdamW there, or use precision='fp8' or 'fp8+activations'"
-            )
+        common.check_optimizer(self.precision, self.optimizer)
         return optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
