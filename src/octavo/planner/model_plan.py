@@ -99,12 +99,12 @@ def plan(
     step = partial(_planned_step, inputs, checkpointing == "full")
     workload = Workload(
         model=model, stages=(Stage(model=model),), plan=best, step_config=step_config, sequences=inputs.sequences,
-        trace_step=partial(step, level), gpu=gpu, whole=traced, forwards=(own,), extrapolates=traced.extrapolated,
+        trace_step=partial(step, level), gpu=gpu, whole=traced, forward=lambda _: own, extrapolates=traced.extrapolated,
         tokens=math.prod(inputs.sizes[0]) if seq else max((c.m for cs in traced.calls.values() for c in cs), default=1),
         offloaded=parallel is not None and parallel.cpu_offload,
         notes=(_SELECTIVE_NOTE,) if checkpointing == "selective" else (),
     )  # fmt: skip
-    bf16 = workload.at_bf16(trace_step=partial(step, LEVELS["bf16"]), forwards=(traced,))
+    bf16 = workload.at_bf16(trace_step=partial(step, LEVELS["bf16"]), forward=lambda _: traced)
     return forecast(workload, bf16, rule.recipes, times)
 
 

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -31,7 +31,9 @@ from octavo.planner.step_memory import (
     trace_blocks,
 )
 from octavo.planner.trace import Stack, Trace, block_kinds, equal_stacks
-from octavo.runtime.blocks import Absent, find_block_list, find_blocks
+from octavo.runtime.blocks import find_blocks
+
+T = TypeVar("T")
 
 ALL_BF16 = Plan({})  # The plan of a model in bf16: no decisions
 OnSubject = Callable[[str], None]  # Called with the subject of each part of the plan when it begins
@@ -73,13 +75,13 @@ class Workload:
     extrapolates: bool = False  # Whether a few of equal blocks stand for all
     gpu: Gpu | None = None  # As the following, of a prediction of time
     whole: Trace | None = None  # One forward of the whole model in bf16
-    forwards: Sequence[Trace] = ()  # One forward of each stage as planned
+    forward: Callable[[Stage], Trace] | None = None  # Traces one forward of a stage as planned
     tokens: int = 0  # Of a micro-batch on one GPU
     offloaded: bool = False  # Whether shards, with their gradients and states, are in host memory
     # Bytes of a micro-batch's hidden states on a GPU of a pipeline, and of the message with them, by sequences.
     message: "Callable[[Workload, int], tuple[int, int]]" = lambda workload, size: (0, 0)
     notes: tuple[str, ...] = ()
-    traced: dict[Hashable, WholeStep] = field(default_factory=dict, compare=False)  # First steps, by kind of stage
+    traced: dict[Stage, WholeStep] = field(default_factory=dict, compare=False)  # First steps, of stages of each kind
 
     def at_bf16(self, **changes: Any) -> "Workload":
         """Return the same step at level bf16, which is traced and runs in other ways."""
@@ -94,25 +96,33 @@ class Workload:
         return PlannedRun(plan=self.plan, time=self.time(memory), memory=memory)
 
     def time(self, memory: MemoryPlan) -> step.StepTime:
-        assert self.gpu is not None and self.plan is not None
-        gpu, config, times = self.gpu, self.step_config, []
-        for index, trace in enumerate(self.forwards):
-            recipes = {name: self.plan[name].recipe for name in trace.calls if name in self.plan.decisions}
-            saved = step.bytes_saved_by_fp8_gather(
-                trace.calls, recipes, resident=config.resident, trained=config.fp8_gather
-            )
-            messages = memory.messages[index] if memory.messages else {}
-            times.append(
-                step.step_time(gpu, trace, step.linear_costs(gpu, trace, recipes), config, self.tokens, saved, messages)
-            )
-        return times[0] if len(times) == 1 else step.pipeline_time(gpu, times, config, memory.stage_message)
+        assert self.gpu is not None
+        times = self._by_kind(lambda stage: self._stage_time(stage, memory))
+        if len(times) == 1:
+            return times[0]
+        return step.pipeline_time(self.gpu, times, self.step_config, memory.stage_message)
+
+    def _by_kind(self, predict: Callable[[Stage], T]) -> list[T]:
+        """Predict something of each stage, of equal ones once."""
+        kinds = [stage.kind(self.plan or ALL_BF16) for stage in self.stages]
+        predicted = {kind: predict(stage) for kind, stage in dict(zip(kinds, self.stages, strict=True)).items()}
+        return [predicted[kind] for kind in kinds]
+
+    def _stage_time(self, stage: Stage, memory: MemoryPlan) -> step.StepTime:
+        assert self.gpu is not None and self.plan is not None and self.forward is not None
+        gpu, config, trace = self.gpu, self.step_config, self.forward(stage)
+        recipes = {name: self.plan[name].recipe for name in trace.calls if name in self.plan.decisions}
+        saved = step.bytes_saved_by_fp8_gather(
+            trace.calls, recipes, resident=config.resident, trained=config.fp8_gather
+        )
+        messages = memory.messages[stage.index] if memory.messages else {}
+        costs = step.linear_costs(gpu, trace, recipes)
+        return step.step_time(gpu, trace, costs, config, self.tokens, saved, messages)
 
     def memory(self, sequences: int | None = None) -> MemoryPlan:
         """Predict the memory of the GPU that needs most, for the workload's or another number of sequences."""
         size = self.sequences if sequences is None else sequences
-        kinds = [stage.kind(self.plan or ALL_BF16) for stage in self.stages] if len(self.stages) > 1 else [None]
-        by_kind = {kind: self._stage_memory(kind, stage, size) for kind, stage in zip(kinds, self.stages, strict=True)}
-        alone = [by_kind[kind] for kind in kinds]
+        alone = self._by_kind(lambda stage: self._stage_memory(stage, size))
         if len(alone) == 1:
             return alone[0]
         hidden, sent = self.message(self, size)
@@ -121,14 +131,14 @@ class Workload:
         messages = tuple(own.messages[0] for own in alone)
         return replace(max(plans, key=lambda plan: plan.peak), messages=messages, stage_message=sent)
 
-    def _stage_memory(self, kind: Hashable, stage: Stage, size: int) -> MemoryPlan:
+    def _stage_memory(self, stage: Stage, size: int) -> MemoryPlan:
         """Trace a step of a stage alone, and take the share of a rank."""
         config, model = self.step_config, stage.model
         stacks: Sequence[Stack] = equal_stacks(model, self.plan or ALL_BF16) if self.extrapolates else ()
-        if kind in self.traced:  # for another number of sequences
-            stacks = self.traced[kind].stacks
+        if stage in self.traced:  # for another number of sequences
+            stacks = self.traced[stage].stacks
         whole = trace_blocks(lambda counts: self.trace_step(self, stage, counts, size), stacks)
-        self.traced.setdefault(kind, whole)
+        self.traced.setdefault(stage, whole)
         series, block, blocks = whole.series, whole.traced.block, len(find_blocks(model))
         if config.shards > 1 or self.offloaded:
             # Elements of all parameters over those of a rank that has 1 / `ep` of the experts.
@@ -173,31 +183,6 @@ def held_beside(
             )
             beside[index] = held, {"forward": forward, "backward": backward}
     return beside
-
-
-def trace_stages(stages: Sequence[Stage], plan: Plan, trace: Callable[[Stage], Trace]) -> list[Trace]:
-    """Trace the forward of each stage; of equal ones, one."""
-    made: dict[Hashable, tuple[Stage, Trace]] = {}
-    traces = []
-    for stage in stages:
-        kind = stage.kind(plan) if len(stages) > 1 else None
-        if kind not in made:
-            made[kind] = stage, trace(stage)
-        source, traced = made[kind]
-        pairs = zip(_block_names(source.model), _block_names(stage.model), strict=True)
-        renamed = {f"{old}.": f"{new}." for old, new in pairs}
-        calls = {
-            next((new + name[len(old) :] for old, new in renamed.items() if name.startswith(old)), name): own
-            for name, own in traced.calls.items()
-        }
-        traces.append(replace(traced, calls=calls))
-    return traces
-
-
-def _block_names(model: nn.Module) -> list[str]:
-    members = find_block_list(model)
-    holder = {id(module): name for name, module in model.named_modules()}.get(id(members), "")
-    return [f"{holder}.{index}" for index, member in enumerate(members) if not isinstance(member, Absent)]
 
 
 def forecast(

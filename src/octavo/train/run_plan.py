@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ from octavo.planner.devices import Gpu, find_gpu, with_measurements
 from octavo.planner.fake import fake_device, fake_tensors
 from octavo.planner.forecast import Forecast, PlannedRun, forecast_text
 from octavo.planner.memory_plan import MemoryPlan, compare_memory, plan_notes, with_saved
-from octavo.planner.prediction import ALL_BF16, OnSubject, Stage, Workload, forecast, trace_stages
+from octavo.planner.prediction import ALL_BF16, OnSubject, Stage, Workload, forecast
 from octavo.planner.step import CHECKPOINTING, StepConfig, check_gathered, layout_settings
 from octavo.planner.step_memory import ALLOCATION_GRANULARITY, StepTrace, follow_step
 from octavo.planner.trace import Stack, Trace, copy_with_blocks, fuse, restrict_plan, trace_model
@@ -89,7 +89,7 @@ def plan_memory(
         extrapolates=plan is not None and not config.optim.groups,  # which may tell blocks apart
     )  # fmt: skip
     memory = workload.memory()
-    stacks = workload.traced[None].stacks
+    stacks = workload.traced[stage].stacks
     one_more = {stack.name: min(stack.few + 1, len(stack.blocks)) for stack in stacks}
     with _trainer(config, plan, device, stage, one_more) as trainer:
         batch = task.empty_batch(sequences, trainer.ranks.device)
@@ -191,20 +191,18 @@ def _workloads(
     def traced(own: Plan, stage: Stage) -> Trace:
         return _run(partial(_trace_forward, resolved, stage, (sequences, length), loss, own), sequences)
 
-    stages = stages_of_model(model, parallel)
-    whole = traced(ALL_BF16, Stage(model=model))
-    in_bf16 = trace_stages(stages, ALL_BF16, partial(traced, ALL_BF16)) if parallel.pp > 1 else [whole]
+    in_bf16, planned = (cache(partial(traced, each)) for each in (ALL_BF16, plan))
+    whole = in_bf16(Stage(model=model))
     fuses = kernels and not compiles and plan.activations == "fused"
     configured = Workload(
-        model=model, stages=stages, plan=plan, step_config=step_config, sequences=sequences, gpu=gpu_spec,
-        whole=whole, forwards=trace_stages(stages, plan, partial(traced, plan)) if fuses else in_bf16,
-        tokens=sequences * length // parallel.cp, trace_step=partial(_trace_step, config, "cuda"),
+        model=model, stages=stages_of_model(model, parallel), plan=plan, step_config=step_config, sequences=sequences,
+        gpu=gpu_spec, whole=whole, forward=planned if fuses else in_bf16, tokens=sequences * length // parallel.cp,
+        trace_step=partial(_trace_step, config, "cuda"), message=partial(_message_bytes, config),
         extrapolates=whole.extrapolated and not config.optim.groups, offloaded=parallel.cpu_offload,
-        message=partial(_message_bytes, config),
         notes=(_VARLEN_NOTE,) if is_varlen(model) else (),
     )  # fmt: skip
     bf16 = without_experts(at_level(config, "bf16", {}))  # experts in bf16 are not distributed
-    return configured, configured.at_bf16(trace_step=partial(_trace_step, bf16, "cuda"), forwards=in_bf16)
+    return configured, configured.at_bf16(trace_step=partial(_trace_step, bf16, "cuda"), forward=in_bf16)
 
 
 def _step_config(config: TrainConfig, gpus: int) -> StepConfig:
