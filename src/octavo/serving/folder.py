@@ -32,24 +32,31 @@ def new_folder(out: Path) -> Iterator[Path]:
     name = f".writing-{uuid.uuid4().hex[:8]}"
     scratch = target / name if is_there else target.with_name(f"{name}-{target.name}")
     try:
-        try:
+        with write_errors(out):
             scratch.mkdir(parents=True)
-        except OSError as error:
-            raise ValueError(f"the output folder {out} cannot be written: {error.strerror}") from None
         yield scratch
-        apply_umask(scratch)
-        try:
+        with write_errors(out):
+            apply_umask(scratch)
             for path in scratch.iterdir() if is_there else ():
                 path.rename(target / path.name)
             if not is_there:
                 scratch.rename(target)
-        except OSError as error:
-            raise ValueError(f"{out} cannot be made: {error.strerror}") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         for path in created:
             if path.exists() and not any(path.iterdir()):
                 path.rmdir()
+
+
+@contextmanager
+def write_errors(out: Path) -> Iterator[None]:
+    """Turn errors of writing files into an OSError that names the folder."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{out} cannot be written: {' '.join(str(error).split())}") from None
 
 
 def apply_umask(folder: Path) -> None:

@@ -32,7 +32,7 @@ from octavo.nn.resident import SCALE_SUFFIX, ResidentWeight
 from octavo.nn.resident import resident_weights as resident_in
 from octavo.numerics.suggestions import listed
 from octavo.runtime.extras import needs_extras
-from octavo.serving.folder import LAYOUTS, Exported, ExportLayout, get_layout, model_card, new_folder
+from octavo.serving.folder import LAYOUTS, Exported, ExportLayout, get_layout, model_card, new_folder, write_errors
 from octavo.tensor import ScaledTensor
 
 if TYPE_CHECKING:
@@ -118,17 +118,6 @@ def check_exportable(model: "PreTrainedModel") -> None:
         if hasattr(parameter, "placements"):
             how = "save a checkpoint, and export that in one process (octavo export CHECKPOINT OUT)"
             raise ValueError(f"{name} is sharded over ranks: {how}")
-
-
-@contextmanager
-def write_errors(out: Path) -> Iterator[None]:
-    """Turn errors of writing files into an OSError that names the folder."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"{out} cannot be written: {' '.join(str(error).split())}") from None
 
 
 SHARD_SIZE = re.compile(r"[1-9]\d*(\.\d+)?\s*([KMGT]I?B)", re.IGNORECASE)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from octavo.serving.folder import Exported, ExportLayout, get_layout, model_card, new_folder
-from octavo.serving.writer import check_shard_size, write, write_errors
+from octavo.serving.folder import Exported, ExportLayout, get_layout, model_card, new_folder, write_errors
+from octavo.serving.writer import check_shard_size, write
 from octavo.train import lora
 from octavo.train.checkpoint import diffusers_models, shards
 from octavo.train.checkpoint.digests import DIGESTS, files_of, write_digests
