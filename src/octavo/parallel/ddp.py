@@ -48,16 +48,10 @@ class Fp8AllReduce:
         self._residuals: dict[int, _Residuals] = {}
         self._finite: list[Tensor] = []  # of the averages of this backward, by bucket
         self._last_finite: Tensor | None = None  # of all averages of the last one
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None  # that averages buckets on a GPU
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._joined = 1  # backwards since the last forward, if any: of the other ranks, under `model.join()`
         self._factor: Tensor | None = None  # of the average, if not 1
-
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream that averages buckets."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream
 
     def register(self, model: DistributedDataParallel) -> None:
         """Use the hook for a model's gradients, from the next backward on.
@@ -87,14 +81,9 @@ class Fp8AllReduce:
         if self.error_feedback:
             result = self.reduce_with_feedback(bucket.index(), gradient, bucket.parameters())
         else:
-            result = self.reduce(gradient)
+            result = all_reduce(gradient, self.group, op="avg", spec=self.spec)
         self._joined += bucket.is_last()
         return result if self._factor is None else result.mul_(self._factor)
-
-    def reduce(self, gradient: Tensor) -> Tensor:
-        """Return the average [n] of a bucket over the ranks."""
-        result: Tensor = all_reduce(gradient, self.group, op="avg", spec=self.spec)
-        return result
 
     def reduce_with_feedback(self, index: int, gradient: Tensor, parameters: list[Tensor]) -> Tensor:
         """Return the average of bucket number `index`, with the rounding errors of earlier steps added."""
@@ -185,7 +174,7 @@ def _hook(state: Fp8AllReduce, bucket: GradBucket) -> torch.futures.Future[Tenso
         future.set_result(state.average(bucket))
         return future
     future = torch.futures.Future(devices=[gradient.device])
-    stream = state.stream(gradient.device)
+    stream = state._stream = state._stream or torch.cuda.Stream(gradient.device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         gradient.record_stream(stream)
