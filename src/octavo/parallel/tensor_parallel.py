@@ -634,7 +634,8 @@ def _divide_tokens(model: nn.Module, mesh: DeviceMesh, plan: Styles, fp8_gather:
     exchange = TokenExchange(mesh=mesh, sequence_dim=-2, fp8_gather=fp8_gather, fp8_reduce=fp8_reduce)
     first = find_block_list(model)[0]
     if not isinstance(first, Absent):
-        first.register_forward_pre_hook(partial(_split_input, mesh), with_kwargs=True)
+        split = partial(split_tokens, mesh=mesh)
+        first.register_forward_pre_hook(lambda _, x, options: _with_hidden_states(x, options, split), with_kwargs=True)
     readers: dict[str, list[nn.Module]] = {}
     for name, style in plan.items():
         if isinstance(style, _ColwiseOfGathered):
@@ -642,12 +643,6 @@ def _divide_tokens(model: nn.Module, mesh: DeviceMesh, plan: Styles, fp8_gather:
     for name, linears in readers.items():
         hook = partial(_gather_attention_input, exchange, EqualShapes(mesh, KIND), linears)
         model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _split_input(
-    mesh: DeviceMesh, block: nn.Module, args: BlockArgs, kwargs: BlockKwargs
-) -> tuple[BlockArgs, BlockKwargs]:
-    return _with_hidden_states(args, kwargs, lambda x: split_tokens(x, mesh))
 
 
 def _gather_attention_input(
