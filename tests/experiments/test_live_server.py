@@ -78,10 +78,11 @@ def test_get_only(method, server):
     assert status == 501 and "Octavo" not in text and "Access-Control-Allow-Origin" not in headers
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8421", "127.0.0.1.evil.example:80", "", "[::1]:1"])
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8421", "127.0.0.1.evil.example:80", ""])
 def test_another_name_of_this_machine_is_refused(host, server):
     assert ask(server, "/", Host=host)[0] == 403
-    assert ask(server, "/", Host="localhost:1234")[0] == 200  # a tunnel has a port of its own
+    for name in ("localhost:1234", "[::1]:1"):  # a tunnel has a port of its own
+        assert ask(server, "/", Host=name)[0] == 200
 
 
 def test_a_browser_that_goes_away_prints_nothing(server, capfd):
@@ -124,7 +125,7 @@ def test_hosts_to_listen_on(tmp_path):
             assert host == "::1"  # a machine without IPv6
             continue
         with server:
-            assert server.url.startswith(url) and server.only_local == (host != "0.0.0.0")
+            assert server.url.startswith(url)
             assert "evil.example" not in server.names and host in server.names
 
 

@@ -174,8 +174,8 @@ def _times(run: LoggedRun, steps: int, *, training: bool) -> dict[str, str]:
 
 # The web server of `octavo watch`: one page and its scripts, on this machine only.
 #
-# A request must name this machine in its Host header, as `--host` or localhost do, or where it listens to others by any
-# address or its own name: another site could reach the page through a name of its own that points here (DNS rebinding).
+# A request must name this machine in its Host header, by `--host`, localhost, its own name or any address: another site
+# could reach the page through a name of its own that points here (DNS rebinding).
 
 
 LOOPBACK = "127.0.0.1"
@@ -205,10 +205,7 @@ class LiveServer(ThreadingHTTPServer):
             "/": (HTML, self._html), "/live.js": (SCRIPT, lambda: code), "/plotly.js": (SCRIPT, lambda: library),
         }  # fmt: skip
         self.address_family, address = _address(host)
-        self.names = {"localhost", host.lower(), address}
-        self.only_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
-        if not self.only_local:
-            self.names.add(socket.gethostname().lower())
+        self.names = {"localhost", host.lower(), socket.gethostname().lower()}
         for number in range(FIRST_PORT, FIRST_PORT + PORTS) if port is None else [port]:
             try:
                 super().__init__((address, number), _Handler)
@@ -262,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = re.sub(r":\d*$", "", self.headers.get("Host", "")).strip("[]").lower()
-        if host not in self.server.names and (self.server.only_local or not _is_address(host)):
+        if host not in self.server.names and not _is_address(host):
             self._answer(HTTPStatus.FORBIDDEN, "This server answers to addresses, localhost and its --host only.\n")
         elif (content := self.server.contents.get(self.path)) is None:
             self._answer(HTTPStatus.NOT_FOUND, "There is no such page.\n")
