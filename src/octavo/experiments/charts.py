@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.experiments.curves import Floats, Steps, smooth
 from octavo.numerics.display import shortened
@@ -143,7 +142,7 @@ def line_chart(
 ) -> Chart:  # fmt: skip
     """A chart of series over steps; `keep`: values that stay in view, `band`: half the height of a shaded band."""
     low, high = _y_range(lines, keep if band is None else [*keep, -1.3 * band, 1.3 * band])
-    steps = np.concatenate([np.zeros(0), *(_ends(line.x) for line in lines)])
+    steps = np.concatenate([np.zeros(0), *(line.x for line in lines)])
     first, last = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 1.0)
     margin = 0.01 * (last - first) or 0.5
     x_axis = axis(
@@ -207,9 +206,9 @@ def _y_range(lines: Sequence[Line], keep: Sequence[float]) -> tuple[float, float
     """The y axis: all strong values, all but the outermost percent of the raw ones, and `keep`, with a margin."""
     parts: list[Floats] = [np.asarray(keep, float)]
     for line in lines:
-        strong, raw = line.strong, line.y[np.isfinite(line.y)]
-        parts += [np.quantile(raw, [0.01, 0.99]) if len(raw) else raw, _ends(strong)]
-        parts += [_ends(edge) for edge in (line.low, line.high) if edge is not None]
+        raw = _finite(line.y)
+        parts += [np.quantile(raw, [0.01, 0.99]) if len(raw) else raw]
+        parts += [_finite(values) for values in (line.strong, line.low, line.high) if values is not None]
     values = np.concatenate(parts)
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
@@ -218,19 +217,16 @@ def _y_range(lines: Sequence[Line], keep: Sequence[float]) -> tuple[float, float
 
 def _log_range(lines: Sequence[Line]) -> tuple[float, float] | None:
     """The y axis in powers of ten: of all strong values; None if one is negative or none is positive."""
-    values = np.concatenate([np.zeros(0), *(_ends(line.strong) for line in lines)])
+    values = np.concatenate([np.zeros(0), *(_finite(line.strong) for line in lines)])
     if not (values > 0).any() or (values < 0).any():
         return None
-    low = np.log10(min(line.strong[line.strong > 0].min(initial=np.inf) for line in lines))
-    high = np.log10(values.max())
+    low, high = np.log10(values[values > 0].min()), np.log10(values.max())
     margin = 0.06 * (high - low) or 0.05
     return float(low - margin), float(high + margin)
 
 
-def _ends(values: NDArray[Any]) -> NDArray[Any]:
-    """The smallest and the largest finite value; nothing without one."""
-    finite = np.isfinite(values)
-    return np.array([[v.min(), v.max()] for v in [values[finite]] if len(v)], values.dtype).ravel()
+def _finite(values: Floats) -> Floats:
+    return values[np.isfinite(values)]
 
 
 def _extremes(y: Floats) -> Steps:

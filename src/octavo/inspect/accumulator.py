@@ -49,14 +49,10 @@ class OperandFormat:
     # zeros. The latter lose nothing, so they only count for `nonfinite`. None if all are read.
     read: Tensor | None = None
 
-    def quantize(self, x: Tensor) -> ScaledTensor:
-        assert self.spec is not None
-        return quantize(x, self.spec, self.fold, scale=self.scale)
-
 
 def accumulate(x: Tensor, forms: Sequence[OperandFormat], order: int) -> tuple[Accumulator, list[ScaledTensor | None]]:
     """Count an operand in its own format, the first, and in those of the what-if recipes."""
-    quantized = [None if form.spec is None else form.quantize(x) for form in forms]
+    quantized = [None if f.spec is None else quantize(x, f.spec, f.fold, scale=f.scale) for f in forms]
     own = quantized[0]
     assert own is not None
     assert own.scale is not None
