@@ -3,6 +3,7 @@
 Imports no torch, so that a list of models takes no time.
 """
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,16 +112,9 @@ def step_table(steps: Sequence[PlannedStep], written: StepLayout) -> list[str]:
 def ready_models() -> dict[str, ReadyModel]:
     text = resources.files("octavo.experiments").joinpath("models.toml").read_text(encoding="utf-8")
     return {
-        name: ReadyModel(name=name, **fields.pop("run"), **{key: _joined(value) for key, value in fields.items()})
+        name: ReadyModel(name=name, config=json.loads(fields.pop("config")), **fields.pop("run"), **fields)
         for name, fields in tomllib.loads(text).items()
     }
-
-
-def _joined(value: Any) -> Any:
-    """One table of the lines of a table, which are a list in the file, as TOML's inline tables end with their line."""
-    if isinstance(value, list):
-        value = {key: setting for line in value for key, setting in line.items()}
-    return {key: _joined(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def ready_model(name: str) -> ReadyModel:
