@@ -27,7 +27,7 @@ def _complete_model(incomplete: str) -> list[str]:
 def init(
     model: Annotated[str | None, option("Name of a model in --list.", autocompletion=_complete_model)] = None,
     gpu: Annotated[str, typer.Option(help="GPU to train on, as h100, or a TOML file that describes one.")] = "h100",
-    gpus: Annotated[int, typer.Option(help="How many there are in all.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="How many there are in all.")] = 1,
     out: Annotated[Path | None, path_option("File to write; default: <model>.toml.", "FILE")] = None,
     force: Annotated[bool, flag("--force", "Overwrite an existing file.")] = False,
     list_models: Annotated[bool, flag("--list", "List the models, and write nothing.")] = False,

@@ -101,12 +101,10 @@ class Search:
         return self.plan(self.layout(sequences, checkpointing, dp_replicate))
 
 
-def fit_layout(model: ReadyModel, gpu: str, gpus: int, progress: OnSubject = lambda subject: None) -> Fit:
-    if gpus < 1:
-        raise ValueError(f"--gpus is the number of GPUs, 1 or more; got {gpus}")
-    if not find_gpu(gpu).fp8_tflops:
-        raise ValueError(f"--gpu {gpu}: {find_gpu(gpu).name} has no FP8 products, and ready configurations are in FP8")
-    search = Search(model=model, gpu=gpu, gpus=gpus, progress=progress)
+def fit_layout(search: Search) -> Fit:
+    gpu = find_gpu(search.gpu)
+    if not gpu.fp8_tflops:
+        raise ValueError(f"--gpu {search.gpu}: {gpu.name} has no FP8 products, and ready configurations are in FP8")
     if (fit := search.fit()) is None:
         raise ConfigError(_too_large(search))
     return fit
@@ -121,8 +119,9 @@ def planned_steps(fit: Fit, search: Search) -> list[PlannedStep]:
 def write_configuration(model: ReadyModel, gpu: str, gpus: int, path: Path) -> PlannedStep:
     """Write the configuration of a model, with the fastest layout that fits; return its predicted step."""
     with plan_progress() as progress:
-        fit = fit_layout(model, gpu, gpus, progress)
-        steps = planned_steps(fit, Search(model=model, gpu=gpu, gpus=gpus, progress=progress))
+        search = Search(model=model, gpu=gpu, gpus=gpus, progress=progress)
+        fit = fit_layout(search)
+        steps = planned_steps(fit, search)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = render(model, fit.layout, steps, shlex.quote(str(path)), (shlex.quote(gpu), fit.gpu.name))
     path.write_text(text, encoding="utf-8")
