@@ -25,9 +25,7 @@ def compare(
     overrides: Overrides = None,
     arm: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME:SETTINGS", help="An arm, as rowwise:precision.level=fp8. The first is the baseline."
-        ),
+        option("An arm, as rowwise:precision.level=fp8. The first is the baseline.", "NAME:SETTINGS"),
     ] = None,
     seeds: Annotated[
         str | None,
@@ -36,8 +34,7 @@ def compare(
     out: Annotated[Path | None, path_option("Folder of all runs; default: runs/compare-<run.name>.")] = None,
     losses: Annotated[Path | None, path_option("Judge the losses in a JSON file, and train nothing.", "FILE")] = None,
     margin: Annotated[
-        float | None,
-        typer.Option(metavar="PERCENT", help="Largest loss gap that passes, compared with its upper bound."),
+        float | None, option("Largest loss gap that passes, compared with its upper bound.", "PERCENT")
     ] = None,
     confidence: Annotated[float, typer.Option(metavar="PERCENT", help="Joint confidence of all verdicts.")] = 95.0,
     max_seeds: Annotated[int | None, option("Planned maximum of seeds, up to 40; default: 40.", "N")] = None,
@@ -111,13 +108,11 @@ def _train(
     from octavo.experiments.compare_runs import make_arms
     from octavo.experiments.compare_verdict import STOPPED
     from octavo.experiments.progress_bars import ProgressBars
-    from octavo.inspect.paired_test import MOST_SEEDS, check_limits
     from octavo.train import LostRankError, load_config
     from octavo.train.config.shrink import change_of
     from octavo.train.ranks import under_torchrun
 
     arms = make_arms(config, overrides, arm, seeds, change_of(shrink))
-    check_limits(margin, confidence / 100, MOST_SEEDS if max_seeds is None else max_seeds)
     notes: list[str] = []
     name = load_config(config, overrides, notes.append, change_of(shrink, notes.append)).run.name
     folder = out or Path("runs") / f"compare-{name}"

@@ -21,6 +21,7 @@ from rich.table import Table
 from torch import nn
 
 from octavo._version import __version__
+from octavo.cli.app import print_plain
 from octavo.kernels import calibration, probe_cache
 from octavo.kernels.calibration import Entry
 from octavo.kernels.conformance.cases import checks, unavailable_reason
@@ -153,8 +154,7 @@ def _show_deep(console: Console, device: torch.device, seed: int, outcomes: list
     console.print(shown)
     bad = [outcome for outcome in outcomes if outcome.mismatches]
     for o in bad:
-        text = f"{o.op} {o.case}, configuration {o.config}: {o.first}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_plain(console, f"{o.op} {o.case}, configuration {o.config}: {o.first}")
     runs = sum(outcome.runs for outcome in outcomes)
     differ = f"{len(bad)} of {len(outcomes)} configurations differ from the reference"
     verdict = differ if bad else "all bytes are equal"
@@ -185,8 +185,7 @@ def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
     entries = [result.entry for result in results if result.entry is not None]
     if not entries:
         raise ValueError("no backend supports these products on this GPU; `octavo doctor` shows why")
-    written = f"{len(entries)} choices saved in {calibration.save(device, entries)}"
-    console.print(written, markup=False, highlight=False, soft_wrap=True)
+    print_plain(console, f"{len(entries)} choices saved in {calibration.save(device, entries)}")
     _calibrate_host(device)
 
 
@@ -222,7 +221,7 @@ def _calibrate_host(device: torch.device) -> None:
     entries = measure_host(device, RECIPES.values())
     calibration.save(device, entries)
     times = ", ".join(f"{entry.case[0]} {entry.microseconds:.0f}" for entry in entries)
-    stdout().print(f"host time of a linear, forward and backward, µs: {times}", highlight=False, soft_wrap=True)
+    print_plain(stdout(), f"host time of a linear, forward and backward, µs: {times}")
 
 
 def _choices(results: list[TimingResult]) -> Table:

@@ -67,7 +67,6 @@ def init(
 
 @app.command(epilog=EXAMPLES["train"])
 def train(
-    context: typer.Context,
     config: Config,
     overrides: Overrides = None,
     out: Annotated[
@@ -102,9 +101,7 @@ def train(
     settings = load_config(config, overrides or [], notes.append, change_of(shrink, notes.append))
     folder = (out or Path(settings.run.out or Path("runs") / settings.run.name)).expanduser()
     if settings.run.restarts and not supervised and not dry_run:
-        arguments = [str(config), *(overrides or []), "--out", str(folder), *(["--shrink"] if shrink else [])]
-        arguments += ["--best-effort"] if best_effort else []
-        raise typer.Exit(_supervised(context, arguments, folder, resume=resume, restarts=settings.run.restarts))
+        raise typer.Exit(_supervised(folder, resume=resume, restarts=settings.run.restarts))
     failure = None
     with ProgressBars(stderr(), notes=notes) if is_first_rank() else nullcontext() as bars:
         try:
@@ -139,8 +136,8 @@ ENDS = {  # The last line of output by `RunResult.stopped`, with the number of s
 }
 
 
-def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, resume: bool, restarts: int) -> int:
-    """Run `octavo train` in a process of its own, and again after a crash. Returns its exit code."""
+def _supervised(folder: Path, *, resume: bool, restarts: int) -> int:
+    """Run this command in a process of its own, and again after a crash. Returns its exit code."""
     from octavo.train.config.run_config import ConfigError
     from octavo.train.ranks import under_torchrun
     from octavo.train.signals import supervise
@@ -148,8 +145,7 @@ def _supervised(context: typer.Context, arguments: list[str], folder: Path, *, r
     if under_torchrun():
         problem = f"run.restarts = {restarts} is for octavo train without torchrun"
         raise ConfigError(f"{problem}: leave it out, and give torchrun --max-restarts {restarts}")
-    options = ["--traceback"] if context.obj["traceback"] else []
-    command = [sys.executable, "-m", "octavo", *options, "train", *arguments, "--supervised"]
+    command = [sys.executable, "-m", "octavo", *sys.argv[1:], "--supervised"]
     return supervise(command, folder, resume=resume, restarts=restarts, note=partial(print_plain, stderr()))
 
 
