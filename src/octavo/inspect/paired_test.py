@@ -251,13 +251,11 @@ def paired_test(baseline: Sequence[float], losses: Sequence[float], rule: Rule) 
 
 def with_others(tests: Sequence[PairedTest | None], pairs: int) -> list[PairedTest | None]:
     """Return the tests of all arms; those without a failure, i.e. with so many pairs, take part in separation."""
-    whole = {arm: test.gaps for arm, test in enumerate(tests) if test is not None and len(test.gaps) == pairs}
-    return [
-        replace(test, others=tuple(gaps for other, gaps in whole.items() if other != arm))
-        if test is not None and arm in whole
-        else test
-        for arm, test in enumerate(tests)
-    ]
+    joined = list(tests)
+    whole = {arm: test for arm, test in enumerate(tests) if test is not None and len(test.gaps) == pairs}
+    for arm, test in whole.items():
+        joined[arm] = replace(test, others=tuple(other.gaps for number, other in whole.items() if number != arm))
+    return joined
 
 
 @cache
