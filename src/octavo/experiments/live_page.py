@@ -27,19 +27,11 @@ from octavo.experiments.run_report import page_context
 from octavo.numerics.suggestions import nearest
 from octavo.train.disk import LOCK, is_locked
 from octavo.train.record import metrics as records
-from octavo.train.record.metrics import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    RESULT_FILE,
-    SETUP_FILE,
-    STATISTICS_FILE,
-    RunResult,
-    RunSetup,
-    run_of,
-)
+from octavo.train.record.metrics import RunResult, RunSetup, run_of
 
 FOLLOWED = (
-    METRICS_FILE, records.EVENTS_FILE, STATISTICS_FILE, SETUP_FILE, RESULT_FILE, records.LAYERS_FILE, CONFIG_FILE
+    records.METRICS_FILE, records.EVENTS_FILE, records.STATISTICS_FILE, records.SETUP_FILE, records.RESULT_FILE,
+    records.LAYERS_FILE, records.CONFIG_FILE,
 )  # fmt: skip
 STALLED = 60  # Seconds without a step after which a run is marked, or ten steps if they take longer
 ENDED = {  # State and text by `RunResult.stopped`
@@ -60,12 +52,13 @@ def run_folder(path: Path) -> Path:
         problem = f"there is no folder {path}{nearest(str(path), beside)}"
         raise ValueError(f"{problem}; give the output folder of a run, as runs/demo. {remedy}")
     names = {child.name for child in folder.iterdir()}
-    if not names or names & {*records.RUN_MARKERS, SETUP_FILE, LOCK}:
+    if not names or names & {*records.RUN_MARKERS, records.SETUP_FILE, LOCK}:
         return folder
-    runs = [child.name for child in sorted(folder.iterdir()) if (child / METRICS_FILE).exists()]
+    runs = [child.name for child in sorted(folder.iterdir()) if (child / records.METRICS_FILE).exists()]
     commands = ", ".join(f"octavo watch {path / name}" for name in runs[:6])
     hint = f"; it has runs: {commands}" if runs else "; give one, as runs/demo"
-    raise ValueError(f"{path} is not the output folder of a run, it has no {METRICS_FILE} and no {CONFIG_FILE}{hint}")
+    lack = f"it has no {records.METRICS_FILE} and no {records.CONFIG_FILE}"
+    raise ValueError(f"{path} is not the output folder of a run, {lack}{hint}")
 
 
 class LivePage:
@@ -119,7 +112,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 def read_state(folder: Path, locked: bool | None) -> tuple[LoggedRun | None, str, str]:
     """The run as far as it got, its state, and a sentence about that."""
     setup = RunSetup.read(folder)
-    ended = RunResult.read(folder) if (folder / RESULT_FILE).exists() else None
+    ended = RunResult.read(folder) if (folder / records.RESULT_FILE).exists() else None
     summary = ended if setup is None else setup.summary
     if summary is None or (locked and setup is None):
         if locked:

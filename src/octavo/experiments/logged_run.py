@@ -14,17 +14,7 @@ from octavo.experiments.curves import Curves
 from octavo.experiments.heatmap import heatmaps
 from octavo.inspect.findings import Finding, OperandStats
 from octavo.train.record import metrics as records
-from octavo.train.record.metrics import (
-    RunResult,
-    RunSetup,
-    StepMetrics,
-    StepTotals,
-    all_findings,
-    each_step,
-    limits_of,
-    read_events,
-    read_statistics,
-)
+from octavo.train.record.metrics import RunResult, RunSetup, StepMetrics, StepTotals
 
 SAMPLES_SHOWN = 50  # Steps whose samples a page shows
 RECENT = 50  # Last steps, whose speed tells the time that is left
@@ -63,12 +53,12 @@ def read_runs(folders: list[Path]) -> list[LoggedRun]:
 def read_run(folder: Path, result: RunResult, slot: int = 0) -> LoggedRun:
     """Read the run of a summary as far as it got; of its steps, of which there may be millions, the numbers alone."""
     label, config = f"{result.name} ({arm_name(result.precision)})", folder / records.CONFIG_FILE
-    statistics, totals = read_statistics(folder), StepTotals()
+    statistics, totals = records.read_statistics(folder), StepTotals()
     recent: deque[StepMetrics] = deque(maxlen=RECENT)
     samples: deque[StepMetrics] = deque(maxlen=SAMPLES_SHOWN)
 
     def steps() -> Iterator[StepMetrics]:
-        for row in each_step(folder, result.steps):
+        for row in records.each_step(folder, result.steps):
             totals.add(row)
             recent.append(row)
             if row.samples:
@@ -77,10 +67,10 @@ def read_run(folder: Path, result: RunResult, slot: int = 0) -> LoggedRun:
 
     return LoggedRun(
         label=label, slot=slot, result=result, curves=Curves.of(steps()), totals=totals, recent=list(recent),
-        samples=list(samples), layers=read_layers(folder),
-        config=config.read_text(encoding="utf-8"), statistics=statistics, events=read_events(folder),
+        samples=list(samples), layers=read_layers(folder), config=config.read_text(encoding="utf-8"),
+        statistics=statistics, events=records.read_events(folder), setup=RunSetup.read(folder),
         # The limits import torch, which a page without statistics does without.
-        findings=all_findings(statistics, limits_of(folder)) if statistics else [], setup=RunSetup.read(folder),
+        findings=records.all_findings(statistics, records.limits_of(folder)) if statistics else [],
     )  # fmt: skip
 
 
