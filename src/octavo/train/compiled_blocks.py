@@ -24,7 +24,7 @@ from octavo.runtime import torch_compat
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.stopwatch import timed
 from octavo.runtime.switch import disabled
-from octavo.runtime.torch_compat import TorchDispatchMode, run_eagerly
+from octavo.runtime.torch_compat import TorchDispatchMode, run_eagerly, tree_leaves
 from octavo.train.config.run_config import ConfigError
 
 BACKEND = "inductor"
@@ -187,31 +187,23 @@ class Checkpointing:
 
     def _contexts(self, block: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         caching, cached = create_selective_checkpoint_contexts(SAVED_OPS)
-        return (caching if self._saved is None else _recorded(caching, _Recorder(self._saved, block))), cached
+        return (caching if self._saved is None else _Recorder(caching, self._saved, block)), cached
 
 
 SavedOutputs = dict[int, tuple[torch.UntypedStorage, SavedStorage]]  # By the address, which stays a storage's own
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, saved: SavedOutputs, block: str) -> None:
+    def __init__(self, caching: AbstractContextManager[Any], saved: SavedOutputs, block: str) -> None:
         TorchDispatchMode.__init__(self)
-        self._saved, self._block = saved, block
+        self._caching, self._saved, self._block = caching, saved, block
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        if func in SAVED_OPS:
-            for output in outputs if isinstance(outputs, tuple | list) else [outputs]:
-                if isinstance(output, torch.Tensor):
-                    storage = output.untyped_storage()
-                    row = SavedStorage(
-                        bytes=storage.nbytes(), dtype=output.dtype, shape=tuple(output.shape), owner=self._block
-                    )  # fmt: skip
-                    self._saved.setdefault(storage._cdata, (storage, row))
+        with self._caching:
+            outputs = func(*args, **(kwargs or {}))
+        for output in tree_leaves(outputs) if func in SAVED_OPS else ():
+            if isinstance(output, torch.Tensor):
+                storage, shape = output.untyped_storage(), tuple(output.shape)
+                row = SavedStorage(bytes=storage.nbytes(), dtype=output.dtype, shape=shape, owner=self._block)
+                self._saved.setdefault(storage._cdata, (storage, row))
         return outputs
-
-
-@contextmanager
-def _recorded(caching: AbstractContextManager[Any], recorder: _Recorder) -> Iterator[None]:
-    with recorder, caching:
-        yield
