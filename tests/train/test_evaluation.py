@@ -169,12 +169,11 @@ def test_what_counts():
         assert patience.since == since and not patience.over
     patience.note(2.5)
     assert patience.over and patience.best == 2.0
-    other = Patience(3)
-    other.restart([3.0, 3.0, 2.0, None, 2.5])
+    other = Patience(3, [3.0, 3.0, 2.0, None, 2.5])
     assert not other.over
     other.note(2.0)
     assert other.over and not Patience(0).over
-    other.restart([None, None, None])
+    other = Patience(3, [None, None, None])
     assert other.over and "has not been finite in 3 measurements" in str(other)
 
 

@@ -30,8 +30,10 @@ ROWS_SEED = 0  # Seed of the order of held-out rows: the same ones in every run
 class Patience:
     """Counts measurements since the lowest held-out loss; a resume counts those of `metrics.jsonl` again."""
 
-    def __init__(self, patience: int) -> None:
+    def __init__(self, patience: int, losses: Iterable[float | None] = ()) -> None:
         self.patience, self.best, self.since = patience, math.inf, 0
+        for loss in losses:
+            self.note(loss)
 
     @property
     def over(self) -> bool:
@@ -40,11 +42,6 @@ class Patience:
     def note(self, loss: float | None) -> None:
         is_best = loss is not None and loss < self.best
         self.best, self.since = (loss, 0) if loss is not None and is_best else (self.best, self.since + 1)
-
-    def restart(self, losses: Iterable[float | None]) -> None:
-        self.best, self.since = math.inf, 0
-        for loss in losses:
-            self.note(loss)
 
     def __str__(self) -> str:
         lowest = f"below {self.best:.4f}" if self.best < math.inf else "finite"

@@ -34,6 +34,7 @@ from octavo.train.config.sections import Data, ParallelConfig, expand, hub_folde
 from octavo.train.data.epochs import difference, read_data_state
 from octavo.train.diagnose import NonFiniteError, advice, changing_parameters, diverged
 from octavo.train.disk import output_folder, write_file
+from octavo.train.evaluation import Patience
 from octavo.train.guard import SpikeError
 from octavo.train.lora import frozen_note
 from octavo.train.model import check_model
@@ -397,7 +398,7 @@ def _take_steps(
         _evaluate_first(trainer, out, progress)
     if trainer.patience.patience:
         held_out_rows = ranks.run_on_rank0(lambda: [row.held_out for row in records.read_metrics(out) if row.held_out])
-        trainer.patience.restart(metrics_of_step.get(LOSS) for metrics_of_step in held_out_rows)
+        trainer.patience = Patience(trainer.patience.patience, (measured.get(LOSS) for measured in held_out_rows))
     row = ranks.run_on_rank0(lambda: metrics.last)
     if row is not None and row.step == trainer.step:
         row, complete = _measure(trainer, sampler, row)  # which a signal had interrupted

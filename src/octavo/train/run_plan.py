@@ -8,12 +8,12 @@ sequence; FSDP2 is added by rule (`octavo.planner.step_memory`).
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -44,7 +44,7 @@ from octavo.planner.trace import Stack, Trace, copy_with_blocks, fuse, restrict_
 from octavo.runtime.blocks import Absent, find_block_list
 from octavo.runtime.terminal import width as terminal_width
 from octavo.runtime.torch_compat import fake_process_group
-from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, naming, one_line, parse_config
+from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, naming, parse_config
 from octavo.train.config.sections import ParallelConfig
 from octavo.train.config.shrink import change_of
 from octavo.train.layout import RankLayout, check_experts_compute_in_fp8, check_layout, divide_layers
@@ -58,7 +58,6 @@ from octavo.train.trainer import Trainer, compiles_blocks, with_activations
 MIN_CAPABILITY = 10 * FIRST_CAPABILITY[0] + FIRST_CAPABILITY[1]
 LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}  # Each overrides a part of it
 
-T = TypeVar("T")
 _VARLEN_NOTE = "Attention inside packed documents, without a mask; its time is that of one document in each sequence."
 
 
@@ -95,9 +94,8 @@ def plan_memory(
         batch = task.empty_batch(sequences, trainer.ranks.device)
         attention = _VARLEN_NOTE if is_varlen(trainer.model) else trainer.attention_note()
         notes = tuple(filter(None, (trainer.loss_note, attention)))
-        of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
-        with trainer.checkpointing.saved_outputs() as outputs:
-            saved = _run(of_loss, sequences)
+        with trainer.checkpointing.saved_outputs() as outputs, _running(sequences):
+            saved = audit(trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
         saved = Audit(rows=tuple(_repeat_rows([*saved, *outputs], stacks)))
     counted = task.count(*task.empty_batch(sequences, torch.device("cpu")))
     label = label or config.precision_label
@@ -189,7 +187,8 @@ def _workloads(
         loss = lambda copy: task.loss(copy, *task.empty_batch(sequences, fake))  # noqa: E731
 
     def traced(own: Plan, stage: Stage) -> Trace:
-        return _run(partial(_trace_forward, resolved, stage, (sequences, length), loss, own), sequences)
+        with _running(sequences):
+            return _trace_forward(resolved, stage, (sequences, length), loss, own)
 
     in_bf16, planned = (cache(partial(traced, each)) for each in (ALL_BF16, plan))
     whole = in_bf16(Stage(model=model))
@@ -261,13 +260,8 @@ def masks_documents(config: TrainConfig, model: nn.Module) -> bool:
     return packed and config.model.attention in ("auto", "sdpa", "eager") and not is_varlen(model)
 
 
-def _run(step: Callable[[], T], size: int) -> T:
-    try:
-        return step()
-    except ConfigError:
-        raise
-    except Exception as error:  # of no common type
-        raise ConfigError(f"the model cannot run a micro-batch of {size} sequences: {one_line(error)}") from error
+def _running(size: int) -> AbstractContextManager[None]:
+    return naming(f"the model cannot run a micro-batch of {size} sequences")
 
 
 @contextmanager
@@ -402,12 +396,13 @@ def _trace_step(
             inputs = stage_input(trainer.model, stage, config, inputs)
             forward_backward = partial(_run_stage, trainer, inputs, labels)
         optimizer = trainer.optimizer
-        step = partial(
-            follow_step, trainer.model, (inputs, labels), optimizer.inner, forward_backward,
-            step_config=workload.step_config, granularity=ALLOCATION_GRANULARITY[device], states=optimizer.state_dict,
-            gradients=lambda: list(optimizer.gradients().values()), before_step=partial(optimizer.gradient_norm, 1.0),
-        )  # fmt: skip
-        return _run(step, size)
+        with _running(size):
+            return follow_step(
+                trainer.model, (inputs, labels), optimizer.inner, forward_backward, step_config=workload.step_config,
+                granularity=ALLOCATION_GRANULARITY[device], states=optimizer.state_dict,
+                gradients=lambda: list(optimizer.gradients().values()),
+                before_step=partial(optimizer.gradient_norm, 1.0),
+            )  # fmt: skip
 
 
 def _run_stage(trainer: Trainer, inputs: Tensor, labels: Tensor) -> None:

@@ -50,11 +50,13 @@ def one_line(error: Exception) -> str:
 
 @contextmanager
 def naming(what: str, *types: type[Exception]) -> Iterator[None]:
-    """Turn errors of these types, or any, into a ConfigError in one line that begins with `what`."""
+    """Turn errors of these types, or any but a ConfigError, into a ConfigError in one line that begins with `what`."""
     caught = types or (Exception,)  # each class of another package fails in its own way
     try:
         yield
     except caught as error:
+        if not types and isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{what}: {getattr(error, 'strerror', None) or one_line(error)}") from None
 
 
