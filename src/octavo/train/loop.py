@@ -41,7 +41,7 @@ from octavo.train.model import check_model
 from octavo.train.optimizer import state_bytes_per_parameter
 from octavo.train.ranks import Ranks, deterministic_algorithms, device_name, join_ranks, under_torchrun
 from octavo.train.record import metrics as records
-from octavo.train.record.loggers import RunFolder, ScalarLog, missing_logger, open_run_folder
+from octavo.train.record.loggers import RunFolder, ScalarLog, check_loggers, open_run_folder
 from octavo.train.record.metrics import LOSS, ExpectedStep, MetricsBuffer, RunResult, RunSetup, StepMetrics
 from octavo.train.record.progress import NullProgress, Progress
 from octavo.train.run_plan import plan_configured
@@ -202,8 +202,8 @@ def run(
 def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
     if missing := [name for name in REQUIRED_PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"{missing[0]} is not installed: {INSTALL}")
-    if ranks.is_main and (problem := missing_logger(config.run.loggers)):
-        raise ConfigError(problem)
+    if ranks.is_main:
+        check_loggers(config.run.loggers)
     if config.parallel.async_save and ranks.world_size == 1:
         raise ConfigError("parallel.async_save is for several processes, and this is one: leave it out")
 

@@ -101,11 +101,10 @@ Remote = _WandB | _MLflow
 REMOTES: dict[str, type[Remote]] = {"wandb": _WandB, "mlflow": _MLflow}
 
 
-def missing_logger(names: Sequence[str]) -> str | None:
+def check_loggers(names: Sequence[str]) -> None:
     for name in names:
         if find_spec(name) is None:
-            return f'run.loggers has "{name}", which is not installed: pip install {PACKAGES[name]}'
-    return None
+            raise ConfigError(f'run.loggers has "{name}", which is not installed: pip install {PACKAGES[name]}')
 
 
 class ScalarLog:
