@@ -240,13 +240,14 @@ def test_processes_of_a_machine_tokenize_chunks_in_turns(make_config, files, mon
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         processes.append(load(config))
     built = []
-    original = stream.StreamedCorpus._read
+    original = documents.read_documents
 
-    def noted(self, blocks):
-        built.append((threading.current_thread().name, processes.index(self)))
-        return original(self, blocks)
+    def noted(blocks, kind, column):
+        rank = [process._column is column for process in processes].index(True)
+        built.append((threading.current_thread().name, rank))
+        return original(blocks, kind, column)
 
-    monkeypatch.setattr(stream.StreamedCorpus, "_read", noted)
+    monkeypatch.setattr(documents, "read_documents", noted)
     for sample, row in enumerate(expected):
         for process in processes:
             assert torch.equal(process.row(0, sample)[0], row)
