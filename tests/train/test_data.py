@@ -58,7 +58,7 @@ def test_standard_library_skips_what_is_not_utf8(tmp_path):
         (tmp_path / name).write_text(f"# {name}")
     (tmp_path / "latin.py").write_bytes(b"# caf\xe9")
     files = documents._standard_library("python-stdlib", tmp_path)
-    assert list(files.read(tmp_path)) == ["# a.py", None, "# b.py", None, "# pkg/c.py", None]
+    assert list(files.read(tmp_path)) == [["# a.py"], ["# b.py"], ["# pkg/c.py"]]
     assert files.skipped_files == "1 files of the data were left out: not UTF-8"
     (tmp_path / "a.py").write_text("# other")
     assert documents._standard_library("python-stdlib", tmp_path).fingerprint != files.fingerprint
@@ -199,7 +199,7 @@ def test_text_that_spells_a_special_token_stays_text(read, tmp_path):
 @pytest.mark.parametrize("text", ["line one\n" * 40, "x" * 400])
 def test_long_documents_are_cut_without_loss(text, monkeypatch):
     monkeypatch.setattr(data, "PIECE_CHARACTERS", 100)
-    pieces = [piece for piece in data._pieces(iter([text[:70], text[70:], None])) if piece]
+    pieces = [piece for piece in data._pieces(iter([[text[:70], text[70:]]])) if piece]
     assert "".join(pieces) == text
     assert 4 <= len(pieces) <= 5
     assert all(len(piece) <= 100 for piece in pieces)
@@ -441,9 +441,7 @@ def test_the_sample_is_that_of_whole_documents(monkeypatch):
     texts = [("x" * (i * 37 % 90)) + str(i) if i % 3 else "" for i in range(200)]
 
     def read():
-        for text in texts:
-            yield from (text[:20], text[20:]) if text else ()
-            yield None
+        return ([text[:20], text[20:]] if text else [] for text in texts)
 
     monkeypatch.setattr(data, "SAMPLE_CHARACTERS", 2000)
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(texts))

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError
 from octavo.train.config.sections import Data
-from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, contents, conversation_text, messages_of
+from octavo.train.data.chat import PLAIN_TEMPLATE, Chat, content, conversation_text, messages_of
 from octavo.train.data.documents import open_source
 from octavo.train.data.tokenizer import load_tokenizer, train_tokenizer
 from octavo.train.trainer import Trainer
@@ -238,7 +238,7 @@ def test_rows_of_alpaca_and_sharegpt(tmp_path, name, suffix):
     else:
         parquet.write_table(pyarrow.Table.from_pylist([row] * 2), path)
     config = Data(source=str(path), format="messages", sequence_length=16)
-    texts = [text for text in open_source(config, lambda _: None).read(tmp_path) if text]
+    texts = [text for document in open_source(config, lambda _: None).read(tmp_path) for text in document]
     expected = [{"role": "user", "content": question}, {"role": "assistant", "content": "3"}]
     assert [json.loads(text) for text in texts] == [expected] * 2
 
@@ -349,7 +349,7 @@ def test_reasoning_of_earlier_turns_may_be_dropped(tokenizer):
 
 
 def test_a_tokenizer_is_trained_on_tool_calls_and_reasoning():
-    (text,) = contents([conversation_text("", ROW["messages"], ROW["tools"])])
+    text = content(conversation_text("", ROW["messages"], ROW["tools"]))
     assert {"I look it up.", "rain", "Yes, it rains."} <= set(text.splitlines()) and text.count('"weather"') == 2
 
 

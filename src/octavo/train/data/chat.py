@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from os.path import commonprefix
@@ -337,17 +337,14 @@ def _parts(conversation: str) -> tuple[Messages, Messages]:
     return (value["messages"], value["tools"]) if isinstance(value, dict) else (value, [])
 
 
-def contents(documents: Iterable[str | None]) -> Iterator[str | None]:
-    """Text, and of conversations the texts of messages without roles and template, to train a tokenizer on."""
-    for text in documents:
-        if not isinstance(text, Conversation):
-            yield text
-            continue
-        messages, tools = _parts(text)
-        values = [row[key] for row in messages for key in (*REASONING, "content", CALLS) if key in row]
-        values += [tools] * bool(tools)
-        texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values)
-        yield "\n".join(texts)
+def content(text: str) -> str:
+    """Text, or of a conversation the texts of messages without roles and template, to train a tokenizer on."""
+    if not isinstance(text, Conversation):
+        return text
+    messages, tools = _parts(text)
+    values = [row[key] for row in messages for key in (*REASONING, "content", CALLS) if key in row]
+    values += [tools] * bool(tools)
+    return "\n".join(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values)
 
 
 def fingerprint(template: str, loss_on: str) -> str:

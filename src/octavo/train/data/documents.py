@@ -1,4 +1,4 @@
-"""Read documents as a stream: pieces of text, and None after the last piece of each document, alone if it has no text.
+"""Read documents as a stream: of each the pieces of its text, to be read before the next one; no piece without text.
 
 No reader holds more than a row (`ROW_LIMIT` at most) or `CHUNK` bytes of a file.
 """
@@ -14,7 +14,7 @@ import sysconfig
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 FILE_KINDS = {".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".json", ".ndjson", ".arrow"}  # Files that hold text
-Stream = Iterator[str | None]
+Stream = Iterator[Iterable[str]]
 OnBytesRead = Callable[[int], None]  # Called with the number of bytes just read
 CHUNK = 1 << 20  # Bytes read at once
 ROW_LIMIT = 32 << 20  # Longest row in UTF-8 bytes: parsing one takes several times its size in memory
@@ -158,15 +158,12 @@ def _too_long(where: object) -> ConfigError:
 def read_documents(blocks: Collection[Block], kind: str, column: Column) -> Stream:
     """The documents of some files, or parts of files, of one kind. Raises ConfigError for bad data."""
     if kind == ".txt":
-        for block in blocks:
-            yield from _text(block.path)
-            yield None
+        yield from (_text(block.path) for block in blocks)
         return
     rows = _json_rows(blocks, column) if kind == ".jsonl" else _table_rows(blocks, kind, column)
     for where, row in rows:
-        if text := column.text(where, row):
-            yield text
-        yield None
+        text = column.text(where, row)
+        yield [text] if text else []
 
 
 def _text(path: str) -> Iterator[str]:
@@ -383,7 +380,7 @@ def _standard_library(source: str, root: Path) -> Source:
     def read(_: Path) -> Stream:
         for name, text in modules():
             for document in [text] if source == STDLIB else _conversations_about(name, text):
-                yield from (document, None) if document else (None,)
+                yield [document] if document else []
 
     reader = _unchanged(source, [*paths.values()], read)
     digest, left_out = hashlib.sha256(b"" if source == STDLIB else DOCSTRINGS_VERSION), len(paths)

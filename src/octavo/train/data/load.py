@@ -63,7 +63,7 @@ def _train_tokenizer(parts: tuple[Data, ...], meter: ReadProgress) -> TextTokeni
     sources = [open_source(part, meter) for part in parts]
     with tempfile.TemporaryDirectory(prefix="octavo-") as scratch:
         return train_on(
-            lambda: (text for number, source in enumerate(sources) for text in source.read(Path(scratch, str(number)))),
+            lambda: (each for number, source in enumerate(sources) for each in source.read(Path(scratch, str(number)))),
             parts[0].vocab_size, meter,
         )  # fmt: skip
 

@@ -29,7 +29,7 @@ import tokenizers
 from octavo.train.checkpoint.digests import DIGESTS, find_damage, write_digests
 from octavo.train.config.run_config import naming
 from octavo.train.config.sections import Data, expand
-from octavo.train.data.chat import Chat, Conversation, chat_template, contents
+from octavo.train.data.chat import Chat, Conversation, chat_template, content
 from octavo.train.data.chat import fingerprint as chat_fingerprint
 from octavo.train.data.documents import NoSequencesError, Source, Stream, open_source
 from octavo.train.data.epochs import permutation
@@ -90,10 +90,9 @@ class ReadProgress:
             self._next = time.monotonic() + REPORT_SECONDS
             self.progress.stage(f"{self._text}: {self._bytes / 1e9:.2f} GB")
 
-    def counted(self, stream: Stream) -> Stream:
-        for text in stream:
-            self(len(text or ""))
-            yield text
+    def counted(self, text: str) -> str:
+        self(len(text))
+        return text
 
 
 def open_tokens(data: Data, meter: ReadProgress, pretrained: TextTokenizer | None = None) -> TokenizedText:
@@ -183,7 +182,7 @@ def _build(
         tokenizer = pretrained or train_on(lambda: source.read(scratch), config.vocab_size, meter)
         meter.stage("tokenizing")
         encoder = tokenizer if template is None else Chat(tokenizer, template, config.loss_on)
-        facts = tokenize(entry, meter.counted(source.read(scratch)), encoder)
+        facts = tokenize(entry, (map(meter.counted, document) for document in source.read(scratch)), encoder)
         if not facts["documents"]:
             reason = f"{facts['without_text']} documents, none with text"
             raise NoSequencesError(f'data.source = "{config.source}" is empty: {reason}')
@@ -242,25 +241,23 @@ def tokenize(folder: Path, stream: Stream, encoder: TextTokenizer | Chat) -> dic
     }  # fmt: skip
 
 
-def _pieces(stream: Stream) -> Stream:
+def _pieces(stream: Stream) -> Iterator[str | None]:
     """Conversations, and text of at most `PIECE_CHARACTERS`; None after each document, "" for one without text."""
-    rest, has_text = "", False
-    for text in stream:
-        if text is None:
-            yield from _halves(rest) if rest else ()
-            yield None if has_text else ""
-            rest, has_text = "", False
-            continue
-        has_text = True
-        if isinstance(text, Conversation):
-            yield text
-            continue
-        rest, start = rest + text, 0
-        while len(rest) - start > PIECE_CHARACTERS:
-            cut = rest.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
-            yield from _halves(rest[start:cut])
-            start = cut
-        rest = rest[start:]
+    for document in stream:
+        rest, has_text = "", False
+        for text in document:
+            has_text = True
+            if isinstance(text, Conversation):
+                yield text
+                continue
+            rest, start = rest + text, 0
+            while len(rest) - start > PIECE_CHARACTERS:
+                cut = rest.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
+                yield from _halves(rest[start:cut])
+                start = cut
+            rest = rest[start:]
+        yield from _halves(rest) if rest else ()
+        yield None if has_text else ""
 
 
 def _halves(piece: str) -> Iterator[str]:
@@ -273,7 +270,7 @@ def _halves(piece: str) -> Iterator[str]:
     yield from _halves(piece[cut:])
 
 
-def _batches(pieces: Stream) -> Iterator[list[str | None]]:
+def _batches(pieces: Iterator[str | None]) -> Iterator[list[str | None]]:
     batch, size = list[str | None](), 0
     for piece in pieces:
         added = len(piece.encode()) if piece else 0
@@ -288,33 +285,30 @@ def _batches(pieces: Stream) -> Iterator[list[str | None]]:
 def train_on(streams: Callable[[], Stream], vocab_size: int, meter: ReadProgress) -> TextTokenizer:
     """Train a BPE on a sample of documents. `streams` is called twice."""
     meter.stage("training the tokenizer")
-    return train_tokenizer(_sample(lambda: meter.counted(contents(streams()))), vocab_size)
+
+    def read() -> Stream:
+        return ((meter.counted(content(text)) for text in document) for document in streams())
+
+    return train_tokenizer(_sample(read), vocab_size)
 
 
 def _sample(read: Callable[[], Stream]) -> list[str]:
     """A uniform sample of the documents with text, in a fixed random order, as long as `train_tokenizer` needs."""
     # The first pass reads the lengths of all documents and chooses the sample; the second reads its text.
-    lengths, step, length, number = array("I"), 1, 0, 0
-    for text in read():
-        if text is not None:
-            length = min(length + len(text), SAMPLE_CHARACTERS)
-            continue
+    lengths, step = array("I"), 1
+    for number, document in enumerate(read()):
+        length = min(sum(map(len, document)), SAMPLE_CHARACTERS)
         if number % step == 0:
             lengths.append(length)
             if len(lengths) == MAX_CANDIDATES:
                 lengths, step = lengths[::2], 2 * step
-        number, length = number + 1, 0
     order = permutation(len(lengths), 0, 0)
     sizes = np.array(lengths, dtype=np.uint32)[order]
     order = order[: np.searchsorted(np.cumsum(sizes, dtype=np.int64), SAMPLE_CHARACTERS) + 1]
     order = order[sizes[: len(order)] > 0]
     # The beginnings of these documents, by their numbers.
     texts = dict.fromkeys((order * step).tolist(), "")
-    number, last = 0, max(texts, default=-1)
-    for text in read() if texts else ():
-        if text is not None and number in texts:
+    for number, document in zip(range(max(texts, default=-1) + 1), read(), strict=False):
+        for text in document if number in texts else ():
             texts[number] += text[: SAMPLE_CHARACTERS - len(texts[number])]
-        number += text is None
-        if number > last:
-            break
     return list(texts.values())
