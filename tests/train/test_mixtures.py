@@ -19,9 +19,10 @@ from tiny_runs import At, Recorder, assert_same, curve, job, load, put, put_text
 
 from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, run
+from octavo.train.config.sections import Data
 from octavo.train.data import documents, stream
 from octavo.train.data.corpus import Sequences
-from octavo.train.data.documents import Block, Column
+from octavo.train.data.documents import Block
 from octavo.train.data.load import BLOCK, Mixture
 from octavo.train.data.tokenizer import train_tokenizer
 
@@ -170,6 +171,9 @@ def test_a_streamed_epoch_follows_another_and_chunks_come_from_all_files(make_co
     assert torch.equal(data.row(0, total + 3)[0], fresh.row(0, total + 3)[0])
 
 
+TEXT = Data(source="x", sequence_length=1)
+
+
 @given(lines=st.lists(st.text("ab\r", max_size=12), min_size=1, max_size=12), size=st.integers(1, 40))
 def test_blocks_of_lines_have_each_line_once(lines, size, tmp_path_factory):
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"
@@ -179,7 +183,7 @@ def test_blocks_of_lines_have_each_line_once(lines, size, tmp_path_factory):
         text
         for start in range(0, len(content), size)
         for _, row in documents.lines_of(Block(str(path), start, start + size))
-        if (text := Column("", "text", False).text("", json.loads(row))) is not None
+        if (text := documents.document_of(TEXT, "", json.loads(row))) is not None
     ]
     assert read == lines
 
@@ -230,22 +234,21 @@ def test_a_change_in_the_middle_of_a_streamed_file(make_config, files, monkeypat
 def test_processes_of_a_machine_tokenize_chunks_in_turns(make_config, files, monkeypatch):
     """Each one every third, ahead of its training; all have the rows of a process alone."""
     one = one_of(files) | STREAMED
-    config = make_config(data=one)
-    alone = load(config)
+    alone = load(make_config(data=one))
     expected = [alone.row(0, sample)[0] for sample in range(alone.windows)]
     shutil.rmtree(files["cache"])
     processes = []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     for rank in range(3):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        processes.append(load(config))
+        processes.append(load(make_config(data=one)))
     built = []
     original = documents.read_documents
 
-    def noted(blocks, kind, column):
-        rank = [process._column is column for process in processes].index(True)
+    def noted(blocks, kind, data):
+        rank = [process._data is data for process in processes].index(True)
         built.append((threading.current_thread().name, rank))
-        return original(blocks, kind, column)
+        return original(blocks, kind, data)
 
     monkeypatch.setattr(documents, "read_documents", noted)
     for sample, row in enumerate(expected):

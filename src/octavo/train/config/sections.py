@@ -310,6 +310,11 @@ class Data(Section):
         return tuple(self.model_copy(update={"sources": ()} | part) for part in replaced)
 
     @property
+    def column(self) -> str:
+        """The column that holds the documents."""
+        return self.messages_field if self.format == "messages" else self.text_field
+
+    @property
     def has_messages(self) -> bool:
         return any(part.format == "messages" for part in self.parts)
 

@@ -92,62 +92,52 @@ def reading(path: str) -> AbstractContextManager[None]:
     return naming(f"{path} cannot be read", OSError, ArrowException)
 
 
-@dataclass(frozen=True)
-class Column:
-    source: str  # The source, for error messages
-    name: str  # Name of the column
-    messages: bool  # Whether it holds conversations (`chat.conversation_text`), not text
+def column_identity(config: Data) -> str:
+    """The part of a fingerprint that says how to read the content."""
+    return f"\0{config.column}" + "\0messages" * (config.format == "messages")
 
-    @classmethod
-    def of(cls, config: Data) -> "Column":
-        messages = config.format == "messages"
-        return cls(config.source, config.messages_field if messages else config.text_field, messages)
 
-    @property
-    def identity(self) -> str:
-        """The part of a fingerprint that says how to read the content."""
-        return f"\0{self.name}" + "\0messages" * self.messages
+def without_document(config: Data) -> str:
+    return f'rows have no {config.format} in field "{config.column}" (missing, null or empty)'
 
-    @property
-    def note(self) -> str:
-        what = "messages" if self.messages else "text"
-        return f'rows have no {what} in field "{self.name}" (missing, null or empty)'
 
-    def fields(self, names: Collection[str]) -> list[str]:
-        """The fields that hold the document in rows with these names. Raises ConfigError if there are none, or two."""
-        fields = [self.name]
-        if self.messages and self.name not in names:
-            if self.name == MESSAGES and SHAREGPT in names:
-                fields = [SHAREGPT]
-            elif {"instruction", "output"} <= {*names}:
-                fields = [name for name in ALPACA if name in names]
-        if (count := [*names].count(fields[0])) > 1:
-            raise ConfigError(f'"{self.source}" has {count} columns "{fields[0]}": rename all but the one to read')
-        if count:
-            return fields + [TOOLS] * (self.messages and TOOLS in names)
-        problem = f'"{self.source}" has no field "{self.name}"{nearest(self.name, names)}'
-        remedy = f"set data.{'messages' if self.messages else 'text'}_field"
-        if not self.messages and CONVERSATIONS & set(names):
-            remedy += ', or for conversations data.format = "messages"'
-        raise NoFieldError(f"{problem} (fields: {', '.join([*names][:50]) or 'none'}): {remedy}")
+def columns_of(config: Data, names: Collection[str]) -> list[str]:
+    """The fields that hold the document in rows with these names. Raises ConfigError if there are none, or two."""
+    fields, messages = [config.column], config.format == "messages"
+    if messages and config.column not in names:
+        if config.column == MESSAGES and SHAREGPT in names:
+            fields = [SHAREGPT]
+        elif {"instruction", "output"} <= {*names}:
+            fields = [name for name in ALPACA if name in names]
+    if (count := [*names].count(fields[0])) > 1:
+        raise ConfigError(f'"{config.source}" has {count} columns "{fields[0]}": rename all but the one to read')
+    if count:
+        return fields + [TOOLS] * (messages and TOOLS in names)
+    problem = f'"{config.source}" has no field "{config.column}"{nearest(config.column, names)}'
+    remedy = f"set data.{config.format}_field"
+    if not messages and CONVERSATIONS & set(names):
+        remedy += ', or for conversations data.format = "messages"'
+    raise NoFieldError(f"{problem} (fields: {', '.join([*names][:50]) or 'none'}): {remedy}")
 
-    def text(self, where: object, row: Mapping[str, object]) -> str | None:
-        """The document of a row; None or "" if it has none. Raises ConfigError, beginning with `where`."""
-        value = messages_of(row, self.name) if self.messages else row.get(self.name)
-        if self.messages and value is not None:
-            value = conversation_text(where, value, row.get(TOOLS))
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            hint = '; of conversations? set data.format = "messages"' if isinstance(value, list) else ""
-            raise ConfigError(f'{where}: field "{self.name}" is not text but {type(value).__name__}{hint}')
-        try:
-            size = len(value.encode("utf-8"))
-        except UnicodeEncodeError as error:
-            raise ConfigError(f"{where}: the text is not valid Unicode ({error.reason})") from None
-        if size > ROW_LIMIT:
-            raise _too_long(where)
-        return value
+
+def document_of(config: Data, where: object, row: Mapping[str, object]) -> str | None:
+    """The document of a row; None or "" if it has none. Raises ConfigError, beginning with `where`."""
+    messages = config.format == "messages"
+    value = messages_of(row, config.column) if messages else row.get(config.column)
+    if messages and value is not None:
+        value = conversation_text(where, value, row.get(TOOLS))
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        hint = '; of conversations? set data.format = "messages"' if isinstance(value, list) else ""
+        raise ConfigError(f'{where}: field "{config.column}" is not text but {type(value).__name__}{hint}')
+    try:
+        size = len(value.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: the text is not valid Unicode ({error.reason})") from None
+    if size > ROW_LIMIT:
+        raise _too_long(where)
+    return value
 
 
 def _too_long(where: object) -> ConfigError:
@@ -155,14 +145,14 @@ def _too_long(where: object) -> ConfigError:
     return ConfigError(f"{where} is longer than {ROW_LIMIT >> 20} MiB: {remedy}")
 
 
-def read_documents(blocks: Collection[Block], kind: str, column: Column) -> Stream:
+def read_documents(blocks: Collection[Block], kind: str, config: Data) -> Stream:
     """The documents of some files, or parts of files, of one kind. Raises ConfigError for bad data."""
     if kind == ".txt":
         yield from (_text(block.path) for block in blocks)
         return
-    rows = _json_rows(blocks, column) if kind == ".jsonl" else _table_rows(blocks, kind, column)
+    rows = _json_rows(blocks, config) if kind == ".jsonl" else _table_rows(blocks, kind, config)
     for where, row in rows:
-        text = column.text(where, row)
+        text = document_of(config, where, row)
         yield [text] if text else []
 
 
@@ -215,7 +205,7 @@ def lines_of(block: Block) -> Iterator[tuple[Line, bytes]]:
                 yield where, line
 
 
-def _json_rows(blocks: Collection[Block], column: Column) -> Iterator[tuple[Line, dict[str, object]]]:
+def _json_rows(blocks: Collection[Block], config: Data) -> Iterator[tuple[Line, dict[str, object]]]:
     """The row of each line. Raises ConfigError for a line that is no object, and a field in no row."""
     fields: dict[str, None] = {}
     for where, line in (item for block in blocks for item in lines_of(block)):
@@ -231,10 +221,10 @@ def _json_rows(blocks: Collection[Block], column: Column) -> Iterator[tuple[Line
         del line  # of which the memory is needed for the tokens
         yield where, row
     if fields:
-        column.fields(fields)
+        columns_of(config, fields)
 
 
-def _table_rows(blocks: Collection[Block], kind: str, column: Column) -> Iterator[tuple[str, dict[str, object]]]:
+def _table_rows(blocks: Collection[Block], kind: str, config: Data) -> Iterator[tuple[str, dict[str, object]]]:
     """The rows of Parquet files, of row groups of them, or of Arrow streams, as `datasets` saves them."""
     import pyarrow
     from pyarrow import parquet
@@ -243,11 +233,11 @@ def _table_rows(blocks: Collection[Block], kind: str, column: Column) -> Iterato
         with reading(path):
             if kind == ".arrow":
                 stream = pyarrow.ipc.open_stream(pyarrow.memory_map(path))
-                fields, row = column.fields(stream.schema.names), 0
+                fields, row = columns_of(config, stream.schema.names), 0
                 batches = (batch.select(fields) for batch in stream)
             else:
                 file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK)
-                fields = column.fields(file.schema_arrow.names)
+                fields = columns_of(config, file.schema_arrow.names)
                 groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
                 row = sum(group.num_rows for group in groups[:start])
                 size = max(1, CHUNK * file.metadata.num_rows // max(1, sum(group.total_byte_size for group in groups)))
@@ -392,17 +382,17 @@ def _standard_library(source: str, root: Path) -> Source:
 
 
 def _open_files(config: Data, files: Files, on_bytes_read: OnBytesRead) -> Source:
-    column, kind = Column.of(config), files.kind
+    kind = files.kind
     blocks = [Block(path) for path in files.paths]
-    read = _unchanged(config.source, files.paths, lambda _: read_documents(blocks, kind, column))
-    digest = hashlib.sha256(f"{kind}{'' if kind == '.txt' else column.identity}".encode())
+    read = _unchanged(config.source, files.paths, lambda _: read_documents(blocks, kind, config))
+    digest = hashlib.sha256(f"{kind}{'' if kind == '.txt' else column_identity(config)}".encode())
     sizes: dict[str, list[int | str]] = {}
     for path in files.paths:
         hash_file(path, digest, on_bytes_read)
         sizes[path] = [os.path.getsize(path), digest.hexdigest()[:16]]  # that of the files up to this one
     return Source(
         fingerprint=digest.hexdigest(), read=read, skipped_files=files.note, files=sizes,
-        without_text="files are empty" if kind == ".txt" else column.note,
+        without_text="files are empty" if kind == ".txt" else without_document(config),
     )  # fmt: skip
 
 
@@ -426,20 +416,20 @@ def _saved(config: Data, folder: Path) -> list[str]:
 
 def _open_prepared(config: Data, folder: Path, on_bytes_read: OnBytesRead) -> Source:
     """Open a local folder with `datasets`, in the scratch folder: its own cache checks only modification times."""
-    column, subset, files = Column.of(config), _subset(config), files_below(folder)
+    subset, files = _subset(config), files_below(folder)
     kinds = _kinds(files)
     if subset is None and not _has_configs(folder) and (len(kinds) != 1 or kinds[0] in SUFFIXES):
         problem = f'data.source = "{config.source}" should hold files of one kind to read'
         remedy = f'name some with a pattern, as "{folder}/**/*{next(iter(kinds), ".txt")}"; compressed files have to be'
         remedy += " decompressed, but for .txt and .jsonl with .gz or .zst"
         raise ConfigError(f"{problem}, and holds {suffix_counts(files)}: {remedy}")
-    digest = hashlib.sha256(f"folder\0{subset or ''}\0{config.split}{column.identity}".encode())
+    digest = hashlib.sha256(f"folder\0{subset or ''}\0{config.split}{column_identity(config)}".encode())
     # What a card names may be hidden, so that a look into the folder does not find all that `datasets` reads.
     paths = sorted({*files, *_files_of_card(config, folder)})
 
     def read(scratch: Path) -> Stream:
         blocks = [Block(path) for path in _load(config, str(folder), cache_dir=str(scratch / "arrow"))]
-        return read_documents(blocks, ".arrow", column)
+        return read_documents(blocks, ".arrow", config)
 
     reader = _unchanged(config.source, paths, read)
     for path in paths:
@@ -447,7 +437,7 @@ def _open_prepared(config: Data, folder: Path, on_bytes_read: OnBytesRead) -> So
             raise ConfigError(f"{path} would be left out: decompress it, or let its name end in lower case")
         digest.update(f"{os.path.relpath(path, folder)}\0".encode())
         hash_file(path, digest, on_bytes_read)
-    return Source(fingerprint=digest.hexdigest(), read=reader, without_text=column.note)
+    return Source(fingerprint=digest.hexdigest(), read=reader, without_text=without_document(config))
 
 
 def _kinds(files: list[str]) -> list[str]:

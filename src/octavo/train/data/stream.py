@@ -34,7 +34,6 @@ from octavo.train.data.corpus import Corpus, Sequences
 from octavo.train.data.documents import (
     SUFFIXES,
     Block,
-    Column,
     NoFieldError,
     NoSequencesError,
     Source,
@@ -56,7 +55,6 @@ class StreamedCorpus(Sequences):
     def __init__(self, data: Data, tokenizer: TextTokenizer, progress: Progress) -> None:
         self._data, self._pretrained, self._progress = data, tokenizer, progress
         self._template = chat_template(data, tokenizer) if data.format == "messages" else None
-        self._column = Column.of(data)
         progress.stage("looking at the files")
         if (files := list_files(data)) is None:
             problem = f'data.source = "{data.source}" cannot be streamed: data.streaming takes files of one kind'
@@ -69,12 +67,19 @@ class StreamedCorpus(Sequences):
             raise ConfigError(f"{problem}: decompress it, or leave data.streaming out")
         self._kind, self.files = files.kind, {path: _identity(path) for path in files.paths}
         size = data.chunk_bytes // BLOCKS_OF_CHUNK
-        blocks = [block for path in files.paths for block in _blocks(path, self._kind, size, self._column)]
+        blocks = [block for path in files.paths for block in _blocks(path, self._kind, size, data)]
         if not blocks:
             raise ConfigError(f'data.source = "{data.source}" is empty: {len(files.paths)} files without a byte')
         self._chunks = _chunks(blocks, data.chunk_bytes, shuffle=data.shuffle)
         names = [f"{entry}" for entry in self.files.values()]
-        identity = ["stream 1", self._kind, self._column.identity, str(data.chunk_bytes), tokenizer.fingerprint, *names]
+        identity = [
+            "stream 1",
+            self._kind,
+            documents.column_identity(data),
+            str(data.chunk_bytes),
+            tokenizer.fingerprint,
+            *names,
+        ]
         identity += [self._template or "", data.loss_on, str(data.shuffle)]
         self.fingerprint = hashlib.sha256("\0".join(identity).encode()).hexdigest()
         self._rows: dict[int, tuple[int, str]] = {}  # Sequences of each known chunk, and the digest of its ids
@@ -190,7 +195,7 @@ class StreamedCorpus(Sequences):
     def _tokenized(self, chunk: int, progress: Progress) -> TokenizedText | None:
         """The tokens of a chunk from the cache, or from the files; None if it has no text."""
         blocks, cache = self._chunks[chunk], expand(self._data.cache) / "stream"
-        digest = hashlib.sha256(f"{self._kind}{self._column.identity}".encode())
+        digest = hashlib.sha256(f"{self._kind}{documents.column_identity(self._data)}".encode())
         for block in blocks:
             stat, identity = os.stat(block.path), self.files[block.path]
             if stat.st_size != identity[0]:
@@ -199,7 +204,7 @@ class StreamedCorpus(Sequences):
             changed = stat.st_mtime_ns  # or the cache could have the text of an earlier content
             digest.update(f"{identity}\0{changed}\0{block.start}\0{block.stop}\0".encode())
         read = documents.read_documents
-        source = Source(fingerprint=digest.hexdigest(), read=lambda _: read(blocks, self._kind, self._column))
+        source = Source(fingerprint=digest.hexdigest(), read=lambda _: read(blocks, self._kind, self._data))
         meter = ReadProgress(progress)
         for tries_left in (2, 1, 0):
             try:
@@ -228,13 +233,13 @@ def _identity(path: str) -> list[int | str]:
     return [size, digest.hexdigest()[:16]]
 
 
-def _blocks(path: str, kind: str, size: int, column: Column) -> list[Block]:
+def _blocks(path: str, kind: str, size: int, data: Data) -> list[Block]:
     """The blocks of a file. Raises ConfigError for a .parquet without the column."""
     if kind == ".parquet":
         from pyarrow import parquet
 
         with documents.reading(path), parquet.ParquetFile(path) as file:
-            column.fields(file.schema_arrow.names)
+            documents.columns_of(data, file.schema_arrow.names)
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         return [Block(path, number, number + 1, group.total_byte_size) for number, group in enumerate(groups)]
     total = os.path.getsize(path)
