@@ -31,14 +31,7 @@ from octavo.train.config.sections import Data, expand
 from octavo.train.data import documents
 from octavo.train.data.chat import chat_template
 from octavo.train.data.corpus import Corpus, Sequences
-from octavo.train.data.documents import (
-    SUFFIXES,
-    Block,
-    NoFieldError,
-    NoSequencesError,
-    Source,
-    list_files,
-)
+from octavo.train.data.documents import SUFFIXES, Block, NoFieldError, NoSequencesError, Source, list_files
 from octavo.train.data.epochs import EpochOrder, permutation
 from octavo.train.data.token_cache import ReadProgress, TokenizedText, open_entry
 from octavo.train.data.tokenizer import TextTokenizer
@@ -72,15 +65,8 @@ class StreamedCorpus(Sequences):
             raise ConfigError(f'data.source = "{data.source}" is empty: {len(files.paths)} files without a byte')
         self._chunks = _chunks(blocks, data.chunk_bytes, shuffle=data.shuffle)
         names = [f"{entry}" for entry in self.files.values()]
-        identity = [
-            "stream 1",
-            self._kind,
-            documents.column_identity(data),
-            str(data.chunk_bytes),
-            tokenizer.fingerprint,
-            *names,
-        ]
-        identity += [self._template or "", data.loss_on, str(data.shuffle)]
+        identity = ["stream 1", self._kind, documents.column_identity(data), str(data.chunk_bytes)]
+        identity += [tokenizer.fingerprint, *names, self._template or "", data.loss_on, str(data.shuffle)]
         self.fingerprint = hashlib.sha256("\0".join(identity).encode()).hexdigest()
         self._rows: dict[int, tuple[int, str]] = {}  # Sequences of each known chunk, and the digest of its ids
         self._sizes = np.array([sum(block.size for block in chunk) for chunk in self._chunks], np.int64)
