@@ -102,15 +102,11 @@ class Planner:
 
         wait = self.waits if copies == 1 else self.copies_wait
         seconds = config.optim.batch / gpus * self.seconds[kind] + wait
-        return SimpleNamespace(
-            plan=SimpleNamespace(converted=[] if config.precision.level == "bf16" else ["a"]),
-            memory=SimpleNamespace(
-                peak=int((states + self.gib[kind] * sequences) * 2**30), largest_batch=largest_batch
-            ),
-            time=SimpleNamespace(
-                communication=wait, waiting=0.0, seconds=seconds, tokens_per_second=config.optim.batch / seconds
-            ),
-        )
+        plan = SimpleNamespace(converted=[] if config.precision.level == "bf16" else ["a"])
+        peak = int((states + self.gib[kind] * sequences) * 2**30)
+        time = {"seconds": seconds, "tokens_per_second": config.optim.batch / seconds, "communication": wait}
+        time, memory = SimpleNamespace(**time, waiting=0.0), SimpleNamespace(peak=peak, largest_batch=largest_batch)
+        return SimpleNamespace(plan=plan, memory=memory, time=time)
 
 
 @pytest.fixture
@@ -157,9 +153,8 @@ def test_machines_hold_copies_where_communication_waits(planner):
 
 
 def test_what_does_not_fit_says_how_many_gpus_would_do(planner):
-    with pytest.raises(
-        ConfigError, match=r"Small does not fit on 1 × G: .* needs 105.00 GiB .*; it fits on 2: set --gpus"
-    ):
+    message = r"Small does not fit on 1 × G: .* needs 105.00 GiB .*; it fits on 2: set --gpus"
+    with pytest.raises(ConfigError, match=message):
         fit(1)
     planner.gib["full"] = 90.0
     with pytest.raises(ConfigError, match=r"nor on up to 4096: it needs GPUs with more memory"):

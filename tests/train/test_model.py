@@ -91,10 +91,12 @@ def test_config_fields_of_other_spellings(make_config, tokenizer):
 
 
 def test_a_local_checkpoint_and_its_tokenizer(make_config, tokenizer, saved_model):
-    model = build_model(make_config(precision={"parameters": "fp32"}), tokenizer)
-    config = make_config(model={"path": str(saved_model)}, data={"vocab_size": 280})
+    model = build_model(make_config(), tokenizer)
+    model.save_pretrained(saved_model)  # in bf16
+    precision = {"parameters": "fp32"}
+    config = make_config(model={"path": str(saved_model)}, precision=precision, data={"vocab_size": 280})
     loaded = build_model(config, tokenizer).state_dict()
-    assert all(torch.equal(loaded[name], weight.bfloat16()) for name, weight in model.state_dict().items())
+    assert all(torch.equal(loaded[name], weight.float()) for name, weight in model.state_dict().items())
     own = load(config)
     assert own.tokenizer.size == 300
     text = "the leaf folds\n  eight times"
