@@ -5,7 +5,7 @@
 
     results = gloo.run(job, 4, x)     # [what rank 0 returned, rank 1, …]
 
-    @on_ranks(2)                      # a test whose assertions are made on the ranks
+    @on_ranks(2)                      # a test whose assertions are made on the ranks; or "world", its parameter
     def test_norms(recipe):
 
 Each run is a process group of its own. What a rank raises is shown with its traceback; a run that takes too long fails
@@ -71,11 +71,15 @@ def gloo():
 
 
 def on_ranks(world, **options):
-    """Make a test of what each of `world` ranks does: `@on_ranks(2)` above `def test_…(recipe, tmp_path):`."""
+    """Make a test of what each of `world` ranks does: `@on_ranks(2)` above `def test_…(recipe, tmp_path):`.
+
+    `world` may be the name of an argument.
+    """
 
     def decorate(body):
         def test(gloo, **arguments):
-            gloo.run(partial(_body_of, body.__module__, body.__name__), world, arguments, **options)
+            count = arguments[world] if isinstance(world, str) else world
+            gloo.run(partial(_body_of, body.__module__, body.__name__), count, arguments, **options)
 
         own = inspect.signature(body).parameters.values()
         fixture = inspect.Parameter("gloo", inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -40,7 +40,9 @@ def one_thread():
 def same(expected, actual, name=""):
     """Whether tensors are equal to the bit, also those in mappings and sequences; prints which is not."""
     if isinstance(expected, Mapping):
-        return expected.keys() == actual.keys() and all(same(expected[key], actual[key], key) for key in expected)
+        if others := expected.keys() ^ actual.keys():
+            print(f"only one has {others}")
+        return not others and all(same(expected[key], actual[key], key) for key in expected)
     if isinstance(expected, ResidentWeight):
         return same(*([w.data_, w.scale, w.spec] for w in (expected, actual)), name)
     if isinstance(expected, torch.Tensor):

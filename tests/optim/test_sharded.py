@@ -1,5 +1,6 @@
 """octavo.AdamW on the shards of FSDP2: the bits of one process, and states that go to any number of ranks."""
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -90,8 +91,11 @@ def same(a, b):
     )  # fmt: skip
 
 
-def bitwise_job(copies):
-    world = dist.get_world_size()
+@pytest.mark.thorough
+@pytest.mark.parametrize(("world", "copies"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@on_ranks("world")
+def test_shards_are_stepped_bit_for_bit_as_the_whole(world, copies):
+    """Random bits too: they are drawn by the element's place in the whole parameter."""
     mesh = init_device_mesh("cpu", (copies, world // copies), mesh_dim_names=("dp_replicate", "dp_shard"))
     for dtype in (torch.bfloat16, torch.float32):
         for settings in KINDS:
@@ -106,16 +110,13 @@ def bitwise_job(copies):
                     assert type(local_tensor(value)) is torch.Tensor, name
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("world", "copies"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_shards_are_stepped_bit_for_bit_as_the_whole(gloo, world, copies):
-    """Random bits too: they are drawn by the element's place in the whole parameter."""
-    gloo.run(bitwise_job, world, copies)
-
-
-def nonfinite_job(nonfinite, bad):
+@pytest.mark.parametrize(
+    ("nonfinite", "bad"), [("raise", torch.nan), ("raise", torch.inf), ("skip", torch.nan), ("ignore", torch.nan)]
+)
+@on_ranks(3)
+def test_ranks_decide_together_about_nan(nonfinite, bad):
     """In a row that one rank has: all decide alike, and say the same."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (3,))
     whole, sharded = pair(torch.bfloat16, mesh, nonfinite=nonfinite)
     for model, optimizer in (whole, sharded):
         step(optimizer, model, 0)
@@ -125,31 +126,14 @@ def nonfinite_job(nonfinite, bad):
     gradients[6][0, 0] = bad
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
-    message = None
-    try:
+    message = r"^the gradients or moments of 2 parameters contain NaN or Inf, the first of shape \[7, 128\]"
+    with pytest.raises(FloatingPointError, match=message) if nonfinite == "raise" else nullcontext():
         optimizer.step()
-    except FloatingPointError as error:
-        message = str(error)
+    assert optimizer.skipped == (nonfinite == "skip")
     if nonfinite != "ignore":
         assert_same(whole, sharded)
     else:
         assert not model.weights[1].full_tensor().isfinite().all()
-    return message, optimizer.skipped
-
-
-@pytest.mark.parametrize("nonfinite", ["raise", "skip", "ignore"])
-def test_ranks_decide_together_about_nan(gloo, nonfinite):
-    for bad in (torch.nan, torch.inf)[: 1 + (nonfinite == "raise")]:
-        results = gloo.run(nonfinite_job, 3, nonfinite, bad)
-        assert len(set(results)) == 1
-        message, skipped = results[0]
-        assert skipped == (nonfinite == "skip")
-        if nonfinite == "raise":
-            assert message.startswith(
-                "the gradients or moments of 2 parameters contain NaN or Inf, the first of shape [7, 128]"
-            )
-        else:
-            assert message is None
 
 
 # --- states that travel ---

@@ -4,7 +4,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-from training import alone, full, make, one_thread, train, whole
+from training import alone, full, make, train, whole
 
 import octavo
 from octavo.nn import change_recipe
@@ -13,6 +13,7 @@ from octavo.nn.equalized import equalized_layers
 from octavo.numerics import equalized
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
+from tensors import one_thread, same
 
 pytestmark = pytest.mark.dist
 
@@ -61,7 +62,7 @@ def test_a_layer_changes(gloo, begin, end, mode):
     ranks = gloo.run(changing_job, 2, settings, begin, end)
     assert [rank.losses for rank in ranks] == expected
     for rank in ranks:
-        assert all(torch.equal(rank.weights[name], parameters[name]) for name in parameters)
+        assert same(parameters, rank.weights)
         if mode == "gather":
             before, after = rank.gathered
             assert {f"{name}.weight" for name in LAYERS} <= before
@@ -142,5 +143,5 @@ def test_layers_that_begin_and_end_to_equalize(gloo, recipes, count):
     off, gather = (gloo.run(changing_job, 2, SETTINGS[name], *recipes) for name in ("off", "gather"))
     for ours, theirs in zip(gather, off, strict=True):
         assert ours.losses == theirs.losses and len(ours.equalized) == count
-        assert all((ours.weights[name] == reference).all() for name, reference in theirs.weights.items())
+        assert same(theirs.weights, ours.weights)
     assert len(gather[0].gathered[-1]) == 4 and not off[0].gathered[-1]

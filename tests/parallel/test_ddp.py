@@ -13,6 +13,7 @@ from octavo.numerics.error import sqnr
 from octavo.parallel import Fp8AllReduce, Parallel, parallelize
 from octavo.parallel.ddp import saved_buffers
 from processes import on_ranks
+from tensors import same
 
 pytestmark = pytest.mark.dist
 
@@ -21,35 +22,28 @@ def gradients(model):
     return {name.removeprefix("module."): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def averages_job(settings):
-    """Gradients of one step with the hook and without: decibels, whether ranks agree, and bytes."""
+@pytest.mark.thorough
+@pytest.mark.parametrize(("world", "error_feedback"), [(2, False), (3, True)])
+@on_ranks("world")
+def test_the_hook_averages_in_fp8(world, error_feedback):
+    """Two roundings of 32 dB each, the first of W parts: 29 dB; (1 + 1/W) · 1.03 bytes per element instead of 4."""
     exact = DistributedDataParallel(make(width=256, hidden=512))
     hooked = DistributedDataParallel(make(width=256, hidden=512))
-    Fp8AllReduce(**settings).register(hooked)
+    Fp8AllReduce(error_feedback=error_feedback).register(hooked)
     tokens = share(0, dist.get_rank(), 0)
     loss_of(exact, tokens).backward()
     with CollectiveRecorder() as tap:
         loss_of(hooked, tokens).backward()
-    world, expected = dist.get_world_size(), gradients(exact)
+    expected = gradients(exact)
     assert all(actual.dtype == expected[name].dtype for name, actual in gradients(hooked).items())
     flat = [torch.cat([g.flatten() for g in grads.values()]) for grads in (expected, gradients(hooked))]
     others = [torch.empty_like(flat[1]) for _ in range(world)]
     dist.all_gather(others, flat[1])
-    assert all(torch.equal(flat[1], other) for other in others)
+    assert same([flat[1]] * world, others)
     calls = {call.name for call in tap.calls if call.dtype == torch.uint8}
     assert calls == {"alltoall_base_", "_allgather_base_"} and len(tap.calls) == len(tap.named("alltoall_base_")) * 2
-    sent = sum(call.bytes for call in tap.calls)
-    return sqnr(*flat), sent / flat[0].numel()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("world", "error_feedback"), [(2, False), (3, True)])
-def test_the_hook_averages_in_fp8(gloo, world, error_feedback):
-    """Two roundings of 32 dB each, the first of W parts: 29 dB; (1 + 1/W) · 1.03 bytes per element instead of 4."""
-    for decibels, sent in gloo.run(averages_job, world, {"error_feedback": error_feedback}):
-        print(f"{world} ranks: {decibels:.1f} dB, {sent:.3f} bytes per element")
-        assert 28 < decibels < 36
-        assert sent < 1.04 * (1 + 1 / world)
+    assert 28 < sqnr(*flat) < 36
+    assert sum(call.bytes for call in tap.calls) < 1.04 * (1 + 1 / world) * flat[0].numel()
 
 
 class Fixed(nn.Module):
@@ -63,7 +57,7 @@ class Fixed(nn.Module):
         return sum((w * g).sum() for w, g in zip(self.weights, gradients, strict=True))
 
 
-def feedback_job(steps, error_feedback):
+def bias_of(steps, error_feedback):
     """How far the sum of averages over some steps of equal gradients is from what it should be, per step."""
     sizes, rank, world = (700, 129, 1300, 64), dist.get_rank(), dist.get_world_size()
     gradients = [
@@ -86,13 +80,13 @@ def feedback_job(steps, error_feedback):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.slow
-def test_with_error_feedback_nothing_is_lost(gloo, world):
+@on_ranks("world")
+def test_with_error_feedback_nothing_is_lost(world):
     """Rounding the same gradient in the same way, again and again: a bias without it, and a bounded rest with it."""
-    once, without = (gloo.run(feedback_job, world, steps, False)[0] for steps in (1, 64))
+    once, without = bias_of(1, False), bias_of(64, False)
     # DDP makes its buckets anew after the first backward: groups are others then, and what is remembered is forgotten.
     assert without == pytest.approx(once, rel=0.1)
-    few, many = (gloo.run(feedback_job, world, steps, True)[0] for steps in (16, 64))
-    print(f"{world} ranks: {without:.2e} without, {few:.2e} after 16 steps, {many:.2e} after 64")
+    few, many = bias_of(16, True), bias_of(64, True)
     assert many < without / 12 and many < few / 2
 
 
@@ -145,8 +139,7 @@ def test_a_step_that_is_skipped_leaves_no_errors():
     assert [skipped for _, skipped in found.values()] == [0, 1, 1, 0]
     expected = found["None"][0]
     assert expected.isfinite().all()
-    for name, (gradients, _) in found.items():
-        assert torch.equal(gradients, expected), name
+    assert same([expected] * 4, [gradients for gradients, _ in found.values()])
 
 
 @on_ranks(2)
@@ -188,8 +181,11 @@ def test_what_would_wait_or_average_elsewhere_is_refused():
         hook.register(models[1])
 
 
-def resident_job():
+@on_ranks(2)
+def test_a_resident_base_is_replicated_as_its_bytes():
     """Adapted layers on a frozen base in FP8; each rank starts with another base."""
+    torch.manual_seed(0)
+    expected = octavo.nn.ResidentWeight.quantized(nn.Linear(64, 96).weight, octavo.RECIPES["rowwise"].w)
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     model[0].requires_grad_(False)
@@ -199,15 +195,9 @@ def resident_job():
     assert model[0].weight is weight
     x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
     replicated(x[dist.get_rank()]).square().mean().backward()
-    return weight.data_.view(torch.uint8), weight.scale, model[2].weight.grad
-
-
-def test_a_resident_base_is_replicated_as_its_bytes(gloo):
-    (one, scale, gradient), (other, other_scale, other_gradient) = gloo.run(resident_job, 2)
-    torch.manual_seed(0)
-    expected = octavo.nn.ResidentWeight.quantized(nn.Linear(64, 96).weight, octavo.RECIPES["rowwise"].w)
-    assert torch.equal(one, expected.data_.view(torch.uint8)) and torch.equal(scale, expected.scale)
-    assert torch.equal(one, other) and torch.equal(scale, other_scale) and torch.equal(gradient, other_gradient)
+    gradients = [torch.empty(64, 96) for _ in range(2)]
+    dist.all_gather(gradients, model[2].weight.grad)
+    assert same(expected, weight) and torch.equal(*gradients)
 
 
 def test_buffers_that_training_may_change():

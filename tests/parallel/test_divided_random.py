@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from octavo.parallel.tensor_parallel import divide_dropout
+from tensors import same
 
 ONES = torch.ones(4, 16)
 
@@ -51,10 +52,6 @@ def train(rank, checkpointed=None, reentrant=False, steps=3):
         for y in outputs:  # not in the order in which the engine would run them
             y.sum().backward()
     return mlp.masks, residual
-
-
-def same(masks, others):
-    return len(masks) == len(others) and all(map(torch.equal, masks, others))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

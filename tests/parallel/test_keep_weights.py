@@ -64,7 +64,7 @@ def synchronizing(model, last):
     return nullcontext()
 
 
-def train(kind, recipe, keep, accumulate, steps, micros, checkpointing=False):
+def train(kind, recipe, keep, accumulate, steps, micros, checkpointing):
     """Losses [step · micro-batch] and how often weights were cast for more than one use."""
     model = make(None)
     octavo.convert(model, recipe, keep_weights=keep, verbose=False)
@@ -87,24 +87,20 @@ def train(kind, recipe, keep, accumulate, steps, micros, checkpointing=False):
     return losses, len(casts)
 
 
-def same_losses_job(kind, recipes, steps, micros, checkpointing=False):
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2, timeout=500.0)
+def test_losses_are_equal(kind):
     warnings.simplefilter("ignore")  # FSDP1's own, of CPUs and of its state
-    for recipe in recipes:
+    recipes = [name for name in RECIPES if "gather" not in kind or RECIPES[name].supports_fp8_gather]
+    cases = [(recipe, 4, 2, False) for recipe in recipes] + [("rowwise", 8, 1, False), ("rowwise", 8, 2, True)]
+    for recipe, steps, micros, checkpointing in cases:
         without, none = train(kind, recipe, False, False, steps, micros, checkpointing)
         assert none == 0 and len(set(without)) == len(without)
         for accumulate in (False, True):
             result, casts = train(kind, recipe, True, accumulate, steps, micros, checkpointing)
             assert result == without, (kind, recipe, accumulate, micros)
             assert (casts > 0) == (kind in UNSHARDED), (kind, recipe, casts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_equal(gloo, kind):
-    recipes = [name for name in RECIPES if "gather" not in kind or RECIPES[name].supports_fp8_gather]
-    gloo.run(same_losses_job, 2, kind, recipes, 4, 2, timeout=400.0)
-    gloo.run(same_losses_job, 2, kind, ["rowwise"], 8, 1)
-    gloo.run(same_losses_job, 2, kind, ["rowwise"], 8, 2, True)
 
 
 @pytest.mark.thorough

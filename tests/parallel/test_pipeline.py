@@ -1,4 +1,7 @@
-"""Stages with FP8 messages under every schedule of torch, beside one process and torch's own stages."""
+"""Stages with FP8 messages under every schedule of torch, beside one process and torch's own stages.
+
+And what converted layers do inside of them: state, weight casts, checkpointing, FP8 activations, FSDP2.
+"""
 
 import math
 import os
@@ -9,17 +12,22 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import MICROS, SCHEDULES, SINGLE, Pipeline, V, batch, converted, difference, one_process, train
+from pipelines import MICROS, SCHEDULES, SINGLE, Pipeline, V, batch, converted, difference, loss_fn, one_process, train
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from training import VOCABULARY, WIDTH
 
 import octavo
 from collective_recorder import CollectiveRecorder
+from octavo.nn import accumulating, weights
+from octavo.nn.equalized import equalized_layers, equalizer_of
 from octavo.parallel import PipelineStage
 from octavo.runtime import torch_compat
 from processes import Failed, on_ranks
 from releases import requires_torch
 from support.dispatch_modes import Passing
+from tensors import same
 
 pytestmark = [pytest.mark.dist, requires_torch("2.13", "older stages exchange no metadata")]
 
@@ -187,9 +195,12 @@ def test_payloads(gloo, shape, call):
                 assert torch.equal(received, sent)
 
 
-def nonfinite_job(value):
-    """A value in one token of what stage 0 sends, then in the gradient that stage 1 sends; the tokens it spoils."""
-    rank, x, spoiled = dist.get_rank(), torch.randn(2, 3, 256), []
+@pytest.mark.thorough
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@on_ranks(2)
+def test_nonfinite_values_arrive_as_such(value):
+    """In one token of what stage 0 sends they reach one group of it, in the gradient that stage 1 sends the weights."""
+    rank, x = dist.get_rank(), torch.randn(2, 3, 256)
     mask = torch.zeros(1, 3, 256, dtype=torch.bool)
     mask[0, 1, 5] = True
 
@@ -207,21 +218,11 @@ def nonfinite_job(value):
         stage = PipelineStage(part, rank, 2, torch.device("cpu"))
         schedule = pipelining.ScheduleGPipe(stage, 2, loss_fn=lambda y, _: y.sum())
         schedule.step(*((x,) if rank == 0 else ()), **({"target": torch.zeros(2)} if rank else {}))
-        if rank == 0:
-            spoiled.append(bool(part.weight.grad.isfinite().all()))
-        else:
+        if rank == 0 and in_backward:
+            assert not part.weight.grad.isfinite().all()
+        if rank == 1 and not in_backward:
             bad = ~part.inputs[-1][0].detach().isfinite()
-            spoiled.append((int(bad.sum()), bool(bad[0, 1].any())))
-    return spoiled
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_nonfinite_values_arrive_as_such(gloo, value):
-    """In one group of their token; in backward they reach the weights of the stage before."""
-    gradients, activations = gloo.run(nonfinite_job, 2, value)
-    assert activations[0] == (128, True)
-    assert gradients[1] is False
+            assert bad.sum() == 128 and bad[0, 1].any()
 
 
 def killed_job():
@@ -314,3 +315,111 @@ def test_micro_batches_of_another_size_raise_where_they_would_be_sent():
     message = r"micro-batch 3 sends \[\[1, 128\]\], but its receiver expects \[\[2, 128\]\]"
     with pytest.raises(RuntimeError) if rank else pytest.raises(ValueError, match=message):
         step(torch.randn(7, 128))
+
+
+# --- what converted layers do inside of stages ---
+
+
+def equalized_losses(static, checkpointing):
+    """Losses, channel scales and passes of equalized layers, with metadata that torch infers or that is given."""
+    rank = dist.get_rank()
+    options = {}
+    if static:
+        ids, hidden = torch.zeros(8, 8, dtype=torch.long), torch.zeros(8, 8, WIDTH, requires_grad=True)
+        logits = torch.zeros(8, 8, VOCABULARY, requires_grad=True)
+        options = {"input_args": hidden if rank else ids, "output_args": logits if rank else hidden}
+    model = converted("rowwise_equalized", blocks=BLOCKS, checkpointing=checkpointing)
+    for name, parameter in model.named_parameters():
+        if name.endswith("up.weight"):
+            parameter.data[:, 3] *= 1e4  # something to equalize
+    pipeline = Pipeline("1F1B", model, **options)
+    losses = train(pipeline, 4)
+    equalizers = [equalizer_of(layer) for _, layer in equalized_layers(pipeline.parts)]
+    return losses, [e.passes for e in equalizers], [e.scales.factor for e in equalizers]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpointing", [False, True])
+@on_ranks(2)
+def test_inferring_metadata_measures_nothing(checkpointing):
+    inferred, given = (equalized_losses(static, checkpointing) for static in (False, True))
+    assert same(inferred, given) and any((factor != 1).any() for factor in inferred[2])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("ZBVZeroBubble", "DualPipeV"))) for name in SCHEDULES],
+)
+@on_ranks(2)
+def test_weights_are_quantized_once_a_step(name):
+    """Once for all micro-batches, and a second time by the check at the end of `accumulating`; the same losses."""
+    counts, casts, original = [], [], weights._cast
+    pipeline = Pipeline(name, converted(keep_weights=True, blocks=BLOCKS))
+
+    def around():
+        counts.append(len(casts))
+        return accumulating(pipeline.parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_cast", lambda *arguments: casts.append(1) or original(*arguments))
+        losses = train(pipeline, 3, around=around)
+    assert losses == train(Pipeline(name, converted(blocks=BLOCKS)), 3)
+    assert [*counts, len(casts)] == [2 * BLOCKS * step for step in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+@on_ranks(2)
+def test_checkpointing_and_fp8_activations(name, activations, checkpointing):
+    options = {"activations": activations, "checkpointing": checkpointing}
+    model = converted(blocks=BLOCKS, **options)
+    for tokens in batch(0).chunk(MICROS):
+        loss_fn(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+    pipeline = Pipeline(name, converted(blocks=BLOCKS, **options), fp8_comm=False)
+    pipeline.step(batch(0))
+    own = {id(p) for p in pipeline.parts.parameters()}
+    expected = dict(model.named_parameters())
+    for key, parameter in pipeline.model.named_parameters():
+        assert id(parameter) not in own or torch.equal(parameter.grad, expected[key].grad / MICROS), key
+
+
+@pytest.mark.thorough
+@on_ranks(2)
+def test_a_frozen_stage_sends_exact_activations():
+    """Nothing in the first stage requires a gradient."""
+    model = converted(blocks=BLOCKS)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("blocks.3", "head")))
+    pipeline = Pipeline("1F1B", model)
+    losses = pipeline.step(batch(0))
+    assert any(p.grad is not None for p in pipeline.parts.parameters()) == pipeline.last
+    assert not pipeline.last or sum(losses) / MICROS == one_process(1, blocks=BLOCKS)[0]
+
+
+def fsdp_job(name, comm, reshard, steps=4):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+
+    def shard(part):
+        return octavo.parallelize(part, mesh["dp_shard"], fp8_comm=comm, reshard_after_forward=reshard)
+
+    return train(Pipeline(name, converted(blocks=BLOCKS), wrap=shard, group=mesh.get_group("pp")), steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1F1B", "InterleavedZeroBubble", "DualPipeV"])
+def test_shards_inside_stages(gloo, name):
+    """[pp, dp_shard] of four ranks, both data-parallel ranks with the same batch: as one process that rounds."""
+    expected = one_process(4, blocks=BLOCKS, boundaries=MESSAGES_BEFORE[name])
+    for comm, bound in (("gather", 0.0), ("on", 1e-3)):
+        first, second = (losses for losses in gloo.run(fsdp_job, 4, name, comm, name == "1F1B") if losses)
+        assert first == second and difference(first, expected) <= bound
+
+
+@pytest.mark.thorough
+def test_zero_bubble_with_freed_weights_is_refused(gloo):
+    """torch would drop gradients without an error."""
+    with pytest.raises(Failed, match="zero-bubble schedules lose the gradients of weights that FSDP2 frees"):
+        gloo.run(fsdp_job, 4, "InterleavedZeroBubble", "gather", True, 1)

@@ -17,6 +17,7 @@ from octavo.parallel import Parallel, expert_parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
 from processes import on_ranks
 from support.moe_models import loss_of, mixture
+from tensors import same
 
 pytestmark = [pytest.mark.dist, pytest.mark.thorough]
 
@@ -91,8 +92,7 @@ def test_shards_compute_what_one_process_computes(gloo, recipe, how, ranks, dtyp
     whole, sums = own_bytes(model), {}
     for rank, (outputs, _, size, summary) in enumerate(results):
         expected = step(model, batch(rank, dtype))
-        for actual in outputs:
-            assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        assert same([expected] * 2, outputs)
         assert size <= whole / ranks * 1.03 and "resident in FP8" in summary
         for name, gradient in gradients(model).items():
             sums[name] = sums.get(name, 0) + gradient / ranks
@@ -131,16 +131,14 @@ def load_job(recipe, folder, assign):
 def test_a_checkpoint_loads_on_another_number_of_ranks(gloo, recipe, assign, tmp_path):
     state = gloo.run(save_job, 2, recipe, str(tmp_path))[0]
     expected = step(stack(recipe), batch(0))
-    loaded, actual = gloo.run(load_job, 3, recipe, str(tmp_path), assign)[0]
-    assert loaded.keys() == state.keys() and all(torch.equal(state[k], loaded[k]) for k in state)
-    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+    assert same((state, expected), gloo.run(load_job, 3, recipe, str(tmp_path), assign)[0])
     model = stack(recipe)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     whole = model.state_dict()
     dcp.load(whole, checkpoint_id=str(tmp_path), no_dist=True)
     model.load_state_dict(whole)
-    assert all(torch.equal(a, b) for a, b in zip(expected, step(model, batch(0)), strict=True))
+    assert same(expected, step(model, batch(0)))
 
 
 @on_ranks(2)
@@ -176,8 +174,7 @@ def test_what_cannot_be_done_with_shards_raises():
     model[1].down.weight.requires_grad_(True)
     with pytest.raises(ValueError, match="is frozen and cannot be trained"):
         step(model, batch(0))
-    after = bits(model)
-    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert same(before, bits(model))
 
 
 def mixture_of(family, recipe, frozen):

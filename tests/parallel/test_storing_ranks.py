@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 import octavo
 from octavo.numerics import sqnr
 from octavo.parallel import Parallel, parallelize
+from processes import on_ranks
 from support.llamas import small_llama
 
 pytestmark = pytest.mark.dist
@@ -69,7 +70,12 @@ def step(model, x):
     }
 
 
-def same_gradients_job(kind, level, checkpointing):
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("level", ["activations", "both", "fused"])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_gradients_are_those_of_one_process(kind, level, checkpointing):
     warnings.simplefilter("ignore")
     plain = blocks_of_a_llama(checkpointing)
     matmul = {"matmul": "bf16"} if level != "both" else {}
@@ -86,11 +92,3 @@ def same_gradients_job(kind, level, checkpointing):
         assert expected.keys() == actual.keys()
         for name in expected:
             assert sqnr(expected[name], actual[name]) > 100, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["activations", "both", "fused"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_of_one_process(gloo, kind, level):
-    for checkpointing in (False, True):
-        gloo.run(same_gradients_job, 2, kind, level, checkpointing)

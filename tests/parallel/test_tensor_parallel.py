@@ -16,7 +16,7 @@ import octavo
 from octavo.nn import equalized
 from octavo.numerics import sqnr
 from processes import on_ranks
-from tensors import randn
+from tensors import randn, same
 
 pytestmark = pytest.mark.dist
 
@@ -79,18 +79,9 @@ def test_fsdp_over_torch_styles(gloo, optimizer):
         assert any(placement in places for places in results[0][1])
 
 
-def states_job(state, shape):
+@on_ranks(4)
+def test_whole_fp8_states_shard_and_gather_unchanged():
     """Whole states, loaded into parameters that are sharded over 2 × 2 ranks, gathered again."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    layers = nn.Sequential(*(nn.Linear(*shape[::-1], bias=False) for _ in range(2)))
-    parallelize_module(layers, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(layers, mesh=mesh["dp"])
-    optimizer = octavo.AdamW(layers.parameters(), lr=1e-3)
-    optimizer.load_state_dict(state)
-    return [{name: full_bytes(v) for name, v in optimizer.state[p].items()} for p in layers.parameters()]
-
-
-def test_whole_fp8_states_shard_and_gather_unchanged(gloo):
     shape = 131, 512
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape)) for _ in range(2)]
@@ -98,12 +89,15 @@ def test_whole_fp8_states_shard_and_gather_unchanged(gloo):
     for parameter in parameters:
         parameter.grad = torch.randn(shape)
     optimizer.step()
-    whole = [optimizer.state[parameter] for parameter in parameters]
-    for states in gloo.run(states_job, 4, optimizer.state_dict(), shape):
-        for expected, actual in zip(whole, states, strict=True):
-            assert expected.keys() == actual.keys()
-            for name, value in expected.items():
-                assert torch.equal(full_bytes(value), actual[name]), name
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    layers = nn.Sequential(*(nn.Linear(*shape[::-1], bias=False) for _ in range(2)))
+    parallelize_module(layers, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(layers, mesh=mesh["dp"])
+    sharded = octavo.AdamW(layers.parameters(), lr=1e-3)
+    sharded.load_state_dict(optimizer.state_dict())
+    for parameter, part in zip(parameters, layers.parameters(), strict=True):
+        expected, actual = optimizer.state[parameter], sharded.state[part]
+        assert same(*({name: full_bytes(v) for name, v in state.items()} for state in (expected, actual)))
 
 
 def partial_gradients_job():
@@ -145,10 +139,6 @@ def test_shards_within_groups_are_refused():
         octavo.AdamW([weight], lr=1e-3)
 
 
-def placements_job(cases):
-    return [placed(*case) for case in cases]
-
-
 def placed(w_placement, x_placement, bias, sizes, plain=False):
     """Y, ∂X, ∂W and ∂b of a converted linear, and those of one process."""
     m, k, n = sizes
@@ -175,15 +165,16 @@ def placed(w_placement, x_placement, bias, sizes, plain=False):
     return [sqnr(a, b) if not torch.equal(a, b) else float("inf") for a, b in zip(*results, strict=True)]
 
 
-def test_every_placement_computes_the_same(gloo):
+@on_ranks(2)
+def test_every_placement_computes_the_same():
     """Y and ∂W of a weight with whole rows are bitwise those of one process; sizes that two ranks do not divide."""
     places = (Shard(0), Shard(1), Replicate()), (Replicate(), Shard(0), Shard(1), Shard(2))
     cases = list(itertools.product(*places, (False, True), ((8, 64, 48), (5, 33, 7))))
     cases += [(w, Shard(1), True, (5, 33, 7), True) for w in places[0]]  # a bias that is no DTensor: on every rank
-    for results in gloo.run(placements_job, 2, cases):
-        for case, (y, dx, dw, *db) in zip(cases, results, strict=True):
-            assert min(y, dx, dw, *db) > 24, case
-            assert case[0] != Shard(0) or y == dw == float("inf"), case
+    for case in cases:
+        y, dx, dw, *db = placed(*case)
+        assert min(y, dx, dw, *db) > 24, case
+        assert case[0] != Shard(0) or y == dw == float("inf"), case
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 import copy
 import re
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from collective_recorder import CollectiveRecorder
 from octavo.numerics import sqnr
 from octavo.parallel import Fp8ColwiseParallel, Fp8RowwiseParallel, clip_grad_norm_, parallelize
 from processes import on_ranks
+from tensors import same
 
 pytestmark = pytest.mark.dist
 INFINITE = float("inf")
@@ -68,32 +70,30 @@ def column_results(shape, sequence_dim, recipe, **options):
     return [similarity(*pair) for pair in pairs], recorder.calls
 
 
-def columns_job(cases, reduces=("bf16",)):
-    return {(*case, reduce): column_results(*case, reduce=reduce) for case in cases for reduce in reduces}
-
-
 SHAPES = [
     ((2, 8, 128), -2), ((16, 128), -2), ((8, 2, 128), 0), ((2, 8, 128), 1), ((2, 3, 4, 128), 2), ((2, 5, 128), None),
     ((2, 0, 128), 1),
 ]  # fmt: skip
 
 
-def test_a_column_computes_what_one_process_does(gloo):
+@on_ranks(2)
+def test_a_column_computes_what_one_process_does():
     """Y and ∂W bit for bit: bytes and scales come from the ranks that have the rows."""
-    for rank in gloo.run(columns_job, 2, [(*shape, "rowwise") for shape in SHAPES]):
-        for case, ((y, dx, dw, db), _) in rank.items():
-            assert y == dw == INFINITE and min(dx, db) > 24, case
+    for shape, sequence_dim in SHAPES:
+        (y, dx, dw, db), _ = column_results(shape, sequence_dim, "rowwise", reduce="bf16")
+        assert y == dw == INFINITE and min(dx, db) > 24, shape
 
 
 @pytest.mark.thorough
-def test_every_recipe_is_close_to_one_process(gloo):
+@on_ranks(4)
+def test_every_recipe_is_close_to_one_process():
     recipes = ("rowwise", "rowwise_equalized", "rowwise_hp_wgrad", "blockwise", "mxfp8", None)
-    for rank in gloo.run(columns_job, 4, [((2, 8, 128), -2, recipe) for recipe in recipes], ("bf16", "fp8")):
-        for (_, _, recipe, reduce), (similarities, calls) in rank.items():
-            assert min(similarities) > 24, recipe
-            gathers = [call for call in calls if call.name == "_allgather_base_"]
-            assert [call.dtype for call in gathers] == [torch.uint8 if recipe == "rowwise" else torch.bfloat16]
-            assert (calls[-1].dtype == torch.uint8) == (reduce == "fp8" and recipe is not None)
+    for recipe, reduce in product(recipes, ("bf16", "fp8")):
+        similarities, calls = column_results((2, 8, 128), -2, recipe, reduce=reduce)
+        assert min(similarities) > 24, recipe
+        gathers = [call for call in calls if call.name == "_allgather_base_"]
+        assert [call.dtype for call in gathers] == [torch.uint8 if recipe == "rowwise" else torch.bfloat16]
+        assert (calls[-1].dtype == torch.uint8) == (reduce == "fp8" and recipe is not None)
 
 
 @on_ranks(2)
@@ -210,10 +210,6 @@ def small_gradients(model):
     return gradients_of(model, lambda step: loss_of(model, batch(step)).backward(), 16)
 
 
-def gradients_job(sequence, options):
-    return small_gradients(distributed(sequence, **options)[0])
-
-
 OPTIMIZERS = {None: None, "octavo": partial(octavo.AdamW, states="fp32")}
 CASES = [(True, {}), (True, {"reduce": "fp8"}), (False, {})]
 
@@ -226,15 +222,15 @@ def test_training_follows_one_process(gloo, sequence, options):
     expected, _ = steps_of(make("rowwise", hidden=256), 20, OPTIMIZERS["octavo"])
     assert max(abs(a - b) / b for a, b in zip(ours[0], expected, strict=True)) < 1.5e-3
     assert len(ours[2]) == 6 * sequence
-    for a, b in zip(ours[2], theirs[2], strict=True):
-        assert torch.equal(a, b)
+    assert same(ours[2], theirs[2])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("sequence", "options"), CASES)
-def test_every_gradient_is_as_good_as_that_of_one_process(gloo, sequence, options):
+@on_ranks(2)
+def test_every_gradient_is_as_good_as_that_of_one_process(sequence, options):
     """Of norms, biases and embeddings too: at most 1.5 dB worse than one process in FP8, both against fp32."""
-    ours = gloo.run(gradients_job, 2, sequence, options)[0]
+    ours = small_gradients(distributed(sequence, **options)[0])
     alone, exact = (small_gradients(make(recipe, hidden=256)) for recipe in ("rowwise", None))
     assert ours.keys() == exact.keys()
     for name, reference in exact.items():
@@ -246,13 +242,19 @@ def test_every_gradient_is_as_good_as_that_of_one_process(gloo, sequence, option
 def test_weights_gathered_in_fp8_over_tensor_parallelism(gloo, sequence):
     """Losses, gradients and parameters of a checkpoint are bitwise those of gathers in high precision."""
     fp8, plain = (gloo.run(train_job, 4, sequence, fsdp, 3, {}) for fsdp in ("gather", "off"))
-    for (losses, gradients, _), (expected, references, _) in zip(fp8, plain, strict=True):
-        assert losses == expected
-        for name, reference in references.items():
-            assert torch.equal(reference, gradients[name]), name
+    assert same([rank[:2] for rank in plain], [rank[:2] for rank in fp8])
 
 
-def clip_job(norm_type, sequence, fsdp, mesh_count):
+@pytest.mark.parametrize(
+    ("world", "norm_type", "sequence", "fsdp", "mesh_count"),
+    [
+        pytest.param(2, 2.0, False, None, 2, id="some parameters are no DTensors"),
+        pytest.param(4, INFINITE, False, "gather", 2, marks=pytest.mark.thorough),
+        pytest.param(4, 1.0, True, "off", 1, marks=pytest.mark.thorough),
+    ],
+)
+@on_ranks("world")
+def test_gradients_of_several_meshes_are_clipped_together(world, norm_type, sequence, fsdp, mesh_count):
     """The norm is that of the whole gradients, each counted once, on every rank."""
     model, data = distributed(sequence, fsdp)
     tokens = batch(0).chunk(data[1])[data[0]]
@@ -264,18 +266,6 @@ def clip_job(norm_type, sequence, fsdp, mesh_count):
     assert len(meshes) == mesh_count and norm.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, parameter in model.named_parameters():
         assert (full(parameter.grad) - 0.01 / (expected + 1e-6) * gradients[name]).abs().max() < 1e-7, name
-
-
-@pytest.mark.parametrize(
-    ("norm_type", "sequence", "fsdp", "meshes"),
-    [
-        pytest.param(2.0, False, None, 2, id="some parameters are no DTensors"),
-        pytest.param(INFINITE, False, "gather", 2, marks=pytest.mark.thorough),
-        pytest.param(1.0, True, "off", 1, marks=pytest.mark.thorough),
-    ],
-)
-def test_gradients_of_several_meshes_are_clipped_together(gloo, norm_type, sequence, fsdp, meshes):
-    gloo.run(clip_job, 2 if fsdp is None else 4, norm_type, sequence, fsdp, meshes)
 
 
 def refusal(layer, style, mesh=None):

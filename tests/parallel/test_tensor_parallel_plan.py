@@ -17,6 +17,7 @@ from octavo.parallel import context_parallel, sum_partial_gradients, tensor_para
 from octavo.tensor import local_tensor
 from octavo.train.compiled_blocks import Checkpointing
 from processes import on_ranks
+from tensors import same
 
 pytestmark = pytest.mark.dist
 SHAPE = {
@@ -207,7 +208,7 @@ def test_resident_weights_are_refused():
     assert torch.equal(model(input_ids=tokens_of()).logits, expected)
 
 
-def hooks_job(moment):
+def hooked(moment):
     """Names of the layers whose hooks ran, and gradients; hooks registered before or after, or never."""
     model, tokens, mesh, called = model_of("llama", chunked=False), tokens_of(), mesh_of(), []
 
@@ -229,13 +230,14 @@ def hooks_job(moment):
 
 
 @pytest.mark.thorough
-def test_hooks_of_distributed_layers_run_once_and_change_nothing(gloo):
-    (none, expected), *_ = gloo.run(hooks_job, 2, "never")
+@on_ranks(2)
+def test_hooks_of_distributed_layers_run_once_and_change_nothing():
+    none, expected = hooked("never")
     assert not none
     for moment in ("before", "after"):
-        called, gradients = gloo.run(hooks_job, 2, moment)[0]
+        called, gradients = hooked(moment)
         assert [kind for kind, _ in called] == ["before", "forward"] * 2 + ["backward"] * 2
-        assert all(torch.equal(gradients[name], grad) for name, grad in expected.items())
+        assert same(expected, gradients)
 
 
 # --- context parallelism ---
@@ -327,15 +329,15 @@ def test_heads_of_other_ranks_drop_others_and_the_residual_stream_the_same(gloo)
     ranks = gloo.run(dropout_job, 2, 0.3, False, shape)
     (heads, residual, loss, norm), (other_heads, other_residual, other_loss, other_norm) = ranks
     assert len(heads) == 2 and len(residual) == 5 and loss == other_loss and torch.equal(norm, other_norm)
-    assert all(map(torch.equal, residual, other_residual))
+    assert same(residual, other_residual)
     masks = [*heads, *other_heads]
     assert all(0.2 < mask.float().mean() < 0.4 for mask in masks)
     assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
     for rank, (again_heads, again_residual, again_loss, _) in enumerate(gloo.run(dropout_job, 2, 0.3, True, shape)):
         assert again_loss == loss and len(again_heads) == 4
-        assert all(map(torch.equal, again_heads, [*ranks[rank][0], *ranks[rank][0][::-1]]))
-        assert all(map(torch.equal, again_residual[:5], residual))
+        assert same(again_heads, [*ranks[rank][0], *ranks[rank][0][::-1]])
+        assert same(again_residual[:5], residual)
     _, masks_without, without, _ = gloo.run(dropout_job, 2, 0.0, False, shape)[0]
     _, expected, alone, _ = dropout_job(0.0, False, shape)  # dropout of heads draws, and nothing else
-    assert all(map(torch.equal, masks_without, expected))
+    assert same(masks_without, expected)
     assert without.item() == pytest.approx(alone.item(), rel=1e-3)

@@ -12,11 +12,13 @@ from collective_recorder import CollectiveRecorder
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
+from processes import on_ranks
 
 pytestmark = pytest.mark.dist
 
 
-def traffic_job(recipe, comm, micros, optimizer="torch", sync_each=False, **settings):
+def calls_of(recipe, comm, micros, optimizer="torch", sync_each=False, **settings):
+    """The name and dtype of each collective of three steps, one after another."""
     model = parallelize(make(recipe), Parallel(fp8_comm=comm, **settings))
     stepper = optimizer_of(optimizer, model.parameters())
     calls = []
@@ -28,61 +30,60 @@ def traffic_job(recipe, comm, micros, optimizer="torch", sync_each=False, **sett
 
 
 @pytest.mark.parametrize(("micros", "reshard"), [(1, False), (4, True)])
-def test_row_scales_need_nothing_but_the_gather(gloo, micros, reshard):
-    for steps in gloo.run(traffic_job, 2, "rowwise", "gather", micros, reshard_after_forward=reshard):
-        for calls in steps:
-            assert {name for name, _ in calls} == {"_allgather_base_", "_reduce_scatter_base_"}
-            # Three groups: two blocks and the rest, which stays after forward; blocks again in backward.
-            assert sum(name == "_allgather_base_" for name, _ in calls) == (5 if reshard else 3) * micros
-            assert sum(name == "_reduce_scatter_base_" for name, _ in calls) == 3
+@on_ranks(2)
+def test_row_scales_need_nothing_but_the_gather(micros, reshard):
+    for calls in calls_of("rowwise", "gather", micros, reshard_after_forward=reshard):
+        names = [name for name, _ in calls]
+        assert set(names) == {"_allgather_base_", "_reduce_scatter_base_"}
+        # Three groups: two blocks and the rest, which stays after forward; blocks again in backward.
+        assert names.count("_allgather_base_") == (5 if reshard else 3) * micros
+        assert names.count("_reduce_scatter_base_") == 3
 
 
-def test_tensor_scales_take_one_reduction_a_gather(gloo):
-    for steps in gloo.run(traffic_job, 2, "tensorwise", "gather", 4):
-        for calls in steps:
-            names = [name for name, _ in calls]
-            assert names.count("allreduce_") == 4 * 4  # micro-batches; two blocks, forward and backward
-            assert all(after == "_allgather_base_" for name, after in pairwise(names) if name == "allreduce_")
+@on_ranks(2)
+def test_tensor_scales_take_one_reduction_a_gather():
+    for calls in calls_of("tensorwise", "gather", 4):
+        names = [name for name, _ in calls]
+        assert names.count("allreduce_") == 4 * 4  # micro-batches; two blocks, forward and backward
+        assert all(after == "_allgather_base_" for name, after in pairwise(names) if name == "allreduce_")
 
 
 @pytest.mark.thorough
-def test_gradients_leave_in_fp8(gloo):
-    for steps in gloo.run(traffic_job, 2, "rowwise", "on", 4):
-        for calls in steps:
-            assert {name for name, _ in calls} == {"_allgather_base_", "alltoall_base_"}
-            assert calls.count(("alltoall_base_", "torch.uint8")) == 3
-    for steps in gloo.run(traffic_job, 2, "rowwise", "on", 4, sync_each=True):
-        assert steps[0].count(("alltoall_base_", "torch.uint8")) == 12
+@on_ranks(2)
+def test_gradients_leave_in_fp8():
+    for calls in calls_of("rowwise", "on", 4):
+        assert {name for name, _ in calls} == {"_allgather_base_", "alltoall_base_"}
+        assert calls.count(("alltoall_base_", "torch.uint8")) == 3
+    first, *_ = calls_of("rowwise", "on", 4, sync_each=True)
+    assert first.count(("alltoall_base_", "torch.uint8")) == 12
 
 
-def test_fp8_moments_ask_all_ranks_about_nan_once_a_step(gloo):
-    for steps in gloo.run(traffic_job, 2, "rowwise", "gather", 1, "octavo"):
-        for calls in steps:
-            assert [name for name, _ in calls].count("allreduce_") == 1
+@on_ranks(2)
+def test_fp8_moments_ask_all_ranks_about_nan_once_a_step():
+    for calls in calls_of("rowwise", "gather", 1, "octavo"):
+        assert [name for name, _ in calls].count("allreduce_") == 1
 
 
-def bytes_job(recipe, comm, dtype):
+def bytes_of(recipe, comm, dtype):
+    """Bytes of weights and of gradients that a rank sends in a step, and elements of its weights in FP8."""
     model = make(recipe, width=256, hidden=512, dtype=dtype)
     model = parallelize(model, Parallel(fp8_comm=comm), reduce_dtype=dtype)
     with CollectiveRecorder() as tap:
         loss_of(model, share(0, dist.get_rank(), 0)).backward()
     gathered = {name: model.get_parameter(name).to_local().numel() for name in parameters_in_fp8(model)}
-    return (
-        tap.bytes("_allgather_base_"),
-        tap.bytes("_reduce_scatter_base_") + tap.bytes("alltoall_base_"),
-        sum(gathered.values()),
-    )
+    gradients = tap.bytes("_reduce_scatter_base_") + tap.bytes("alltoall_base_")
+    return tap.bytes("_allgather_base_"), gradients, sum(gathered.values())
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_bytes_of_weights_and_gradients(gloo, recipe):
+@on_ranks(2)
+def test_bytes_of_weights_and_gradients(recipe):
     """Of converted weights at most 0.52 of bf16, of gradients 0.55. Each weight is gathered twice."""
-    bf16, fp8 = (gloo.run(bytes_job, 2, recipe, comm, torch.bfloat16)[0] for comm in ("off", "on"))
+    bf16, fp8 = (bytes_of(recipe, comm, torch.bfloat16) for comm in ("off", "on"))
     elements = 2 * fp8[2]
     others = bf16[0] - 2 * elements
     ratio = (fp8[0] - others) / (2 * elements)
-    print(f"{recipe}: all-gather {ratio:.4f}, reduce-scatter {fp8[1] / bf16[1]:.4f} of bf16")
     assert 0.5 <= ratio <= 0.52
     assert 0.5 <= fp8[1] / bf16[1] <= 0.55
 
@@ -102,7 +103,7 @@ class _Wide(TorchDispatchMode):
         return out
 
 
-def memory_job(recipe, comm):
+def memory_of(recipe, comm):
     """Bytes of a block's gathered weights inside its forward, and after it."""
     model = make(recipe, width=256, hidden=512, dtype=torch.bfloat16)
     model = parallelize(model, Parallel(fp8_comm=comm))
@@ -125,11 +126,10 @@ def memory_job(recipe, comm):
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_memory_of_a_gathered_layer(gloo, recipe):
-    bf16 = gloo.run(memory_job, 2, recipe, "off")[0]
-    sizes, freed, whole_in_bf16 = gloo.run(memory_job, 2, recipe, "gather")[0]
+@on_ranks(2)
+def test_memory_of_a_gathered_layer(recipe):
+    bf16, (sizes, freed, whole_in_bf16) = (memory_of(recipe, comm) for comm in ("off", "gather"))
     assert bf16[2] and not whole_in_bf16, "the weight was made in bf16 on the way"
     assert bf16[0][0] == 2 * 2 * 512 * 256
-    print(f"{recipe}: {sizes[0] / bf16[0][0]:.4f} of bf16")
     assert all(0.5 <= here / there <= 0.55 for here, there in zip(sizes, bf16[0], strict=True))
     assert freed == 0

@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -40,28 +41,19 @@ def results(attention, q, k, v, grad):
     return {"y": y.detach(), **{name: t.grad for name, t in zip("qkv", leaves, strict=True)}}
 
 
-def job():
-    return {(case, fp8): sharded_case(case, fp8) for case in CASES for fp8 in (False, True)}
-
-
-def sharded_case(case, fp8):
-    options = {"is_causal": case != "one token each", "enable_gqa": case == "grouped"}
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    tensors = operands(case)
-    expected = results(partial(F.scaled_dot_product_attention, **options), *tensors)
-    parts = [t.chunk(ranks, 2)[rank] for t in tensors]  # views
-    sharded = partial(ulysses_attention, fp8_comm=fp8, **options)
-    actual = results(sharded, *parts)
-    return {name: sqnr(value.chunk(ranks, 2)[rank], actual[name]) for name, value in expected.items()}
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 4])
-def test_results_are_those_of_one_process(gloo, world):
-    for rank in gloo.run(job, world):
-        for (case, fp8), found in rank.items():
-            least, least_y = (32, 36) if fp8 else (110, 110)
-            assert found["y"] > least_y and min(found.values()) > least, (case, fp8, found)
+@on_ranks("world")
+def test_results_are_those_of_one_process(world):
+    rank = dist.get_rank()
+    for case, fp8 in product(CASES, (False, True)):
+        options, tensors = {"is_causal": case != "one token each", "enable_gqa": case == "grouped"}, operands(case)
+        expected = results(partial(F.scaled_dot_product_attention, **options), *tensors)
+        parts = [t.chunk(world, 2)[rank] for t in tensors]  # views
+        actual = results(partial(ulysses_attention, fp8_comm=fp8, **options), *parts)
+        quality = {name: sqnr(value.chunk(world, 2)[rank], actual[name]) for name, value in expected.items()}
+        least, least_y = (32, 36) if fp8 else (110, 110)
+        assert quality["y"] > least_y and min(quality.values()) > least, (case, fp8, quality)
 
 
 @on_ranks(2)

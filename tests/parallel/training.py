@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.optim import AdamW
 from octavo.parallel import Parallel, parallelize
+from tensors import one_thread
 
 VOCABULARY, WIDTH = 97, 64
 
@@ -185,16 +186,6 @@ def alone(world, steps=20, micros=1, optimizer="torch", reverse=False, pairs=Fal
         stepper.step()
         stepper.zero_grad()
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@contextmanager
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @cache
