@@ -12,7 +12,7 @@ from contextlib import ExitStack, nullcontext
 import pytest
 import torch
 from casts import set_steady
-from test_prepared_linear import counted, on_gpu_path, ordinary  # noqa: F401  a fixture that all tests here use
+from test_prepared_linear import counted, on_gpu_path, ordinary, shifted  # noqa: F401  a fixture that all tests here use
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -24,16 +24,6 @@ RECIPES = list(octavo.RECIPES)
 
 class Subclass(torch.Tensor):
     """Of another type, with torch's own behavior."""
-
-
-def shifted(x):
-    """The same values and strides, at another alignment."""
-    if 0 in x.stride() or not x.numel():  # of which elements share memory
-        return x
-    memory = torch.empty(
-        2 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)), dtype=x.dtype
-    )
-    return memory[1:].as_strided(x.shape, x.stride()).copy_(x)
 
 
 STRIDES = {

@@ -180,23 +180,24 @@ def test_a_conversion_that_stops_midway_leaves_the_model_as_it_was(module, name,
     octavo.convert(model, activations="fp8", verbose=False)
 
 
-@pytest.mark.parametrize("name", ["restore_original_class", "revert_activations"])
-def test_a_revert_that_stops_midway_leaves_the_model_converted(name, monkeypatch):
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "call"),
+    [
+        (octavo.revert, "restore_original_class", 2),
+        (octavo.revert, "revert_activations", 2),
+        (lambda model: change_recipe(model, LAYER, None, reason="test"), "_update_plan", 0),
+        (lambda model: change_recipe(model, LAYER, "mxfp8", reason="test"), "_update_plan", 0),
+    ],
+)
+def test_a_change_that_stops_midway_leaves_the_model_converted(change, name, call, monkeypatch):
     model = octavo.convert(llama(num_hidden_layers=1), activations="fp8", verbose=False)
     before = state(model)
-    monkeypatch.setattr(convert, name, failing(getattr(convert, name), 2, KeyboardInterrupt()))
+    monkeypatch.setattr(convert, name, failing(getattr(convert, name), call, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        octavo.revert(model)
-    assert state(model) == before
-
-
-@pytest.mark.parametrize("recipe", [None, "mxfp8"])
-def test_a_change_that_stops_midway_leaves_the_recipe(recipe, monkeypatch):
-    model = octavo.convert(MLP(), verbose=False)
-    before = state(model)
-    monkeypatch.setattr(convert, "_update_plan", failing(convert._update_plan, 0, KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        change_recipe(model, "up_proj", recipe, reason="test")
+        change(model)
     assert state(model) == before
 
 
