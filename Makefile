@@ -90,7 +90,7 @@ test-slow: $(VENV)/.peers $(VENV)/.triton-$(TRITON) lint  ## All tests, with the
 
 test-tools: $(VENV)/.tools  ## Tests with torchtitan, TRL, diffusers, timm, compressed-tensors, W&B …
 	@PYTHONPATH=$(VENV)/tools $(BIN)/python -m pytest -n 2 -m 'not gpu' \
-	  tests/integrations tests/nn/test_foreign_linears.py tests/serving/test_export_layouts.py tests/test_examples.py
+	  tests/integrations tests/nn/test_linear_like.py tests/serving/test_export_layouts.py tests/test_examples.py
 	@PYTHONPATH=$(VENV)/vision $(BIN)/python -m pytest -m 'not gpu' tests/test_examples.py -k timm
 
 test-versions: $(TORCHES:%=$(VENV)/torch-%/.ready)  ## The library's tests on the oldest and the newest torch (downloads GBs)
