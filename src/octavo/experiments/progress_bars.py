@@ -42,12 +42,6 @@ class ProgressBars:
             progress.TextColumn("[dim]left[/dim]"), progress.TimeRemainingColumn(),
             console=console, disable=not console.is_terminal,
         )  # fmt: skip
-        self._task = self._bars.add_task("", visible=False, numbers=[])
-        self._label = ""
-        self._steps = 0
-        self._unit = "tokens"
-        self._setup: RunSetup | None = None
-        self._losses: deque[float] = deque(maxlen=1)
 
     def __enter__(self) -> "ProgressBars":
         self._bars.start()
@@ -64,15 +58,15 @@ class ProgressBars:
     def start(self, config: TrainConfig, first_step: int, setup: RunSetup) -> None:
         label = self._label_of(config.run.name) if self._label_of else arm_name(config.precision_label)
         self._label, self._steps, self._unit = label, config.run.steps, task_of(config).unit
-        self._setup, self._losses = setup, deque(maxlen=smoothing_window(config.run.steps))
+        self._setup = setup
+        self._losses: deque[float] = deque(maxlen=smoothing_window(config.run.steps))
         self._task = self._bars.add_task(self._label, total=self._steps, completed=first_step, numbers=[])
 
     def step(self, row: StepMetrics) -> None:
         """Move the bar; without a terminal, write a line for every tenth of the run."""
         self._losses += [] if row.loss is None else [row.loss]
         loss = fmean(self._losses) if self._losses else None
-        expected = None if self._setup is None else self._setup.expected
-        numbers = _numbers(row, loss, self._unit, expected)
+        numbers = _numbers(row, loss, self._unit, self._setup.expected)
         self._bars.update(self._task, completed=row.step, numbers=numbers)
         if not self._console.is_terminal and 10 * row.step // self._steps > 10 * (row.step - 1) // self._steps:
             shown = "  ".join(number.plain for number in numbers)
