@@ -75,7 +75,7 @@ def _magnitudes(x: Tensor, form: OperandFormat) -> list[Tensor]:
     for chunk in _row_chunks(x, 1):
         values = _values(x, form.fold, chunk)
         sums.append(torch.count_nonzero(values - values))
-        sizes = _mask_unread(values.nan_to_num_(0.0, 0.0, 0.0).abs_(), form.read, chunk)
+        sizes = _multiplied(values.nan_to_num_(0.0, 0.0, 0.0).abs_(), form.read, chunk)
         maxima.append(torch.stack([sizes.amax(), -torch.where(sizes > 0, sizes, math.inf).amin()]))
     return [torch.stack(sums).sum().double(), *torch.stack(maxima).amax(0).double()]
 
@@ -93,7 +93,7 @@ def _errors(x: Tensor, form: OperandFormat, q: ScaledTensor) -> list[Tensor]:
         scales = part.expanded_scale()
         dequantized = widen(part.data).mul_(scales)
         values = torch.where(dequantized == dequantized, _values(x, form.fold, chunk).nan_to_num_(0.0, 0.0, 0.0), 0.0)
-        values, dequantized = (_mask_unread(both, form.read, chunk) for both in (values, dequantized.nan_to_num_(0.0)))
+        values, dequantized = (_multiplied(both, form.read, chunk) for both in (values, dequantized.nan_to_num_(0.0)))
         nonzero, nonzero_fp8 = torch.count_nonzero(values), torch.count_nonzero(dequantized)
         cut = torch.zeros_like(nonzero)
         if form.scale is not None:  # the margin allows for rounding of the scale
@@ -105,13 +105,12 @@ def _errors(x: Tensor, form: OperandFormat, q: ScaledTensor) -> list[Tensor]:
 
 
 def _values(x: Tensor, fold: Tensor | None, chunk: slice) -> Tensor:
-    values = x[chunk].to(torch.float32, copy=True)
-    return values if fold is None else values.mul_(fold if fold.shape[0] == 1 else fold[chunk])
+    return _multiplied(x[chunk].to(torch.float32, copy=True), fold, chunk)
 
 
-def _mask_unread(values: Tensor, read: Tensor | None, chunk: slice) -> Tensor:
-    """Zero, in place, the finite values of a chunk that no product reads."""
-    return values if read is None else values.mul_(read if read.shape[0] == 1 else read[chunk])
+def _multiplied(values: Tensor, factor: Tensor | None, chunk: slice) -> Tensor:
+    """Multiply a chunk, in place, by its part of a factor [R,1] or [1,C]; one of 0 zeros finite values."""
+    return values if factor is None else values.mul_(factor if factor.shape[0] == 1 else factor[chunk])
 
 
 def _row_chunks(x: Tensor, multiple: int) -> list[slice]:

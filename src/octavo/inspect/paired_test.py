@@ -118,16 +118,21 @@ class Rule:
         """Gap in percent up to which an arm passes."""
         return LIMIT if self.margin is None else self.margin
 
+    @property
+    def factor(self) -> float:
+        """Factor of the levels for a confidence other than 95 %."""
+        return (1 - self.confidence) / (1 - CONFIDENCE)
+
     def level(self, pairs: int) -> float:
         """One-sided level of one arm, without what a small plan adds."""
-        return SIGNIFICANCE_LEVELS[min(pairs, 5) - 2] * level_factor(self.confidence)
+        return SIGNIFICANCE_LEVELS[min(pairs, 5) - 2] * self.factor
 
     def shared_level(self, pairs: int) -> float:
-        return level_of(pairs, self.planned) * level_factor(self.confidence) / self.arms
+        return level_of(pairs, self.planned) * self.factor / self.arms
 
     def fails_more(self, failed: int, base_failed: int, seeds: int) -> bool:
         """Return whether the arm has significantly more failed runs than the baseline."""
-        level = level_factor(self.confidence) / self.arms * (1 + 1e-9)
+        level = self.factor / self.arms * (1 + 1e-9)
         # If all n runs of the arm fail and none of the baseline, which equal arms do with probability ≤ 4⁻ⁿ: 4⁻³.
         all_failed = failed == seeds and not base_failed and 4.0**-seeds <= 4.0**-3 * level
         return all_failed or fisher(failed, base_failed, seeds) <= FAILURE_LEVEL * level
@@ -221,11 +226,6 @@ def level_of(pairs: int, planned: int) -> float:
     if pairs != planned:
         return level
     return level + max(0.0, TOTAL_ALPHA - sum(SIGNIFICANCE_LEVELS[min(k, 5) - 2] for k in range(2, planned + 1)))
-
-
-def level_factor(confidence: float) -> float:
-    """Return the factor of the levels for a confidence other than 95 %."""
-    return (1 - confidence) / (1 - CONFIDENCE)
 
 
 def floor_of(gaps: Sequence[float], others: Sequence[Sequence[float]]) -> float:
