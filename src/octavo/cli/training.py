@@ -205,15 +205,14 @@ def demo(
         result = run_demo(configs, folder, bars)
     console = stdout()
     console.print(summary_table(result.arms))
-    if result.page is None or result.verdict is None:
+    if (pair := result.verdict) is None:
         print_plain(console, "Stopped before both arms were trained: there is no verdict.")
         print_plain(console, f"To finish the arm that was stopped:\n  {result.go_on}")
         return
-    pair = result.verdict
     print_verdict(console, pair.sentence, pair.status, () if pair.held_out_sentence else pair.notes)
     if pair.held_out_sentence:
         print_verdict(console, pair.held_out_sentence, pair.held_out_status, pair.notes)
-    _show_files(console, result.page)
+    _show_files(console, folder / "report.html")
     if any(arm.stopped == "non-finite" for arm in result.arms):
         raise typer.Exit(1)
 

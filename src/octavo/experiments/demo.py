@@ -35,10 +35,9 @@ SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out", "run.restarts")
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """Both arms, as far as they got; `page` and `verdict` are None if one of them was stopped."""
+    """Both arms, as far as they got; `verdict` is None if one of them was stopped, and then there is no report."""
 
     arms: list[RunResult]
-    page: Path | None = None
     verdict: PairVerdict | None = None
     go_on: str = ""  # The command that finishes the arm that was stopped; empty if none was
 
@@ -85,8 +84,8 @@ def run_demo(configs: Sequence[TrainConfig], out: Path, progress: Progress) -> D
     if arms[0].device == "cpu":
         progress.stage("predicting the speed on GPUs")
         prediction = predict_speed(configs[1].resolved)
-    page = write_report(folders, out, prediction)
-    return DemoResult(arms=arms, page=page, verdict=verdict(arms[0], arms[1], prediction))
+    write_report(folders, out, prediction)
+    return DemoResult(arms=arms, verdict=verdict(arms[0], arms[1], prediction))
 
 
 def predict_speed(precision: Precision) -> PredictedSpeed:
