@@ -588,5 +588,6 @@ def _files(path: Path) -> list[Path]:
     if not files:
         raise FileNotFoundError(f"load_frozen: {path} has no *.safetensors file; save_pretrained writes them")
     if missing := [file.name for file in files if not file.is_file()]:
-        raise FileNotFoundError(f"load_frozen: {path} lacks {listed(missing)}, which {index.name} lists")
+        first = ", ".join(missing[:3]) + ", …" * (len(missing) > 3)
+        raise FileNotFoundError(f"load_frozen: {path} lacks {first}, which {index.name} lists")
     return files
