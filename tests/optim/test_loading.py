@@ -166,6 +166,8 @@ REFUSED = {
     "no exp_avg_sq": (torch_with(without("state", 0, "exp_avg_sq")), "exactly .*exp_avg_sq; got step, exp_avg"),
     "odd key": (torch_with(state(1, extra=1)), "exactly .*exp_avg_sq; got step, exp_avg, exp_avg_sq, extra"),
     "shape": (torch_with(state(0, exp_avg=torch.zeros(200, 40))), "exp_avg must be a tensor of that shape"),
+    "nan": (torch_with(state(1, exp_avg=torch.full((7, 128), torch.nan))), "exp_avg must be finite"),
+    "inf": (torch_with(state(1, exp_avg_sq=torch.full((7, 128), torch.inf))), "exp_avg_sq must be finite"),
     "lr": (torch_with(group(lr=-1.0)), "lr must be a number, at least 0"),
     "lr text": (torch_with(group(lr="fast")), "lr must be a number, .*; got 'fast'"),
     "betas": (torch_with(group(betas=(0.9,))), "betas must be two numbers"),

@@ -271,6 +271,8 @@ def from_torch(
         rows = local_rows(param, value).detach()
         _check_shard(where, name, rows, local_tensor(param).shape)
         rows = rows.to(local_tensor(param).device, torch.float32, copy=True, memory_format=torch.contiguous_format)
+        if not rows.isfinite().all():  # nonfinite="skip" would skip every step
+            raise ValueError(f"{where}: {name} must be finite")
         matrices.append(matrix_view(rows))
     converted = spec.initial_state(param, group)
     converted["step"].fill_(float(state["step"]))
