@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
+from octavo.train.checkpoint.retention import FOLDER, checkpoints, latest_checkpoint
 from octavo.train.checkpoint.store import damaged_checkpoints, read_trainer_state, set_aside
 from octavo.train.config.run_config import ConfigError, TrainConfig, check_same_run, naming
 from octavo.train.config.sections import expand
@@ -209,6 +209,10 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool, best_effort
     """Check that a run may write into the folder `out`, and find the checkpoint to resume from."""
     if config.model.path is not None and expand(config.model.path).resolve() == out.resolve():
         raise ConfigError(f"{out} is model.path, the checkpoint to start from: choose another folder (--out)")
+    for folder in (out / FOLDER, out / TENSORBOARD_DIR):
+        if os.path.lexists(folder) and not folder.is_dir():  # or a run would begin anew, and fail when it saves
+            problem = f"{folder} is no folder, or a link to one that is not there"
+            raise ConfigError(f"{problem}: mount its disk, move it away, or choose another folder (--out)")
     run_files = [name for name in RUN_MARKERS if os.path.lexists(out / name)]
     foreign_files = [name for name in OTHER_FILES if os.path.lexists(out / name)]
     if not resume:
