@@ -177,6 +177,7 @@ def test_a_file_that_is_no_config(tmp_path):
     (tmp_path / "deep.toml").write_text("x = " + "[" * 3000)
     messages = {"none.toml": near, "": "cannot be read", "bad.toml": "cannot be read", "binary.toml": "cannot be read"}
     messages["deep.toml"] = "cannot be read as a TOML file: maximum recursion"
+    messages["x" * 300] = "cannot be read as a TOML file: File name too long"
     for name, message in messages.items():
         with pytest.raises(ConfigError, match=message):
             load_config(tmp_path / name)

@@ -226,11 +226,13 @@ def load_config(
         >>> config.run.steps, config.precision_label
         (2, 'fp8 rowwise')
     """
-    if not (file := Path(path)).exists():
+    file = Path(path)
+    with naming(f"{path} cannot be read as a TOML file", OSError, ValueError, RecursionError):
+        exists = file.exists()
+        tables = tomllib.loads(file.read_text(encoding="utf-8-sig")) if exists else {}
+    if not exists:
         problem = f"no such config file: {path}{nearest(str(path), map(str, file.parent.glob('*.toml')))}"
         raise ConfigError(f"{problem}; give the path of a TOML file, such as configs/demo.toml")
-    with naming(f"{path} cannot be read as a TOML file", OSError, ValueError, RecursionError):
-        tables = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     tables = change(tables)
     keys = {_apply(tables, override) for override in overrides}
     if ("run", "steps") in keys and ("optim", "warmup") not in keys:
