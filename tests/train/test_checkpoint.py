@@ -290,6 +290,17 @@ def test_a_damaged_folder_is_no_start(make_config, tmp_path, trained, kind):
     run(config, out=tmp_path / "on-purpose")
 
 
+def test_files_of_a_checkpoint_may_be_links_to_another_disk(trained, tmp_path):
+    trainer, folder = trained
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).rename(tmp_path / name)
+        (folder / name).symlink_to(tmp_path / name)
+    load(trainer, folder)
+    exported = export(folder, tmp_path / "exported").path
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (exported / name).is_file() and not (exported / name).is_symlink()
+
+
 def test_a_checkpoint_that_cannot_be_removed_ends_no_run(make_config, tmp_path):
     trainer = make_trainer(make_config(run={"keep": 1}))
     trainer.save(tmp_path)

@@ -86,7 +86,7 @@ def _copy_assets(checkpoint: Path, folder: Path) -> None:
         path, target = checkpoint / name, folder / name
         weights = re.fullmatch(r"(model|diffusion_pytorch_model).*(\.safetensors|\.index\.json)", name)
         own = weights or name in OWN or name.startswith(f"{SHARDS}/")
-        if path.is_file() and not path.is_symlink() and not own and not target.exists():
+        if path.is_file() and not own and not target.exists():  # also a link: its content has the digest
             target.parent.mkdir(exist_ok=True, parents=True)
             shutil.copy(path, target)
 
