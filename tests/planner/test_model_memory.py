@@ -231,19 +231,20 @@ def test_what_does_not_grow_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("batch", "limit", "expected"),
+    ("batch", "limit", "events", "expected"),
     [
-        (64, 999_999, [128, 899]), (64, 159_999, [32, 61]), (1000, 499_999, [500, 399]), (64, 100_000, [32]),
-        (1, 100_000, []),
+        (64, 999_999, 0, [128, 899]), (64, 159_999, 0, [32, 61]), (1000, 499_999, 0, [500, 399]),
+        (64, 100_000, 0, [32]), (1, 100_000, 0, []), (64, 999_999, 30, [128]), (64, 10**9, 30, [128]),
     ],
 )  # fmt: skip
-def test_a_few_traces_and_a_line(batch, limit, expected):
+def test_a_few_traces_and_a_line(batch, limit, events, expected):
+    """A step that runs each image by itself, with so many events each, is not traced at the answer."""
     traced = []
 
     def plan(batch):
         table = torch.tensor([[0, 50_000], [1000 * batch, 0], [1000 * batch, 100_000]])
         series = MemorySeries(("activations", "states"), ["optimizer step", "forward", "backward"], table)
-        return MemoryPlan(batch=batch, tokens=batch, series=series, replan=replan)
+        return MemoryPlan(batch=batch, tokens=batch, series=series, events=1000 + events * batch, replan=replan)
 
     def replan(batch):
         traced.append(batch)

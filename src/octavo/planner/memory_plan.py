@@ -26,6 +26,7 @@ FORECAST_KINDS = (PARAMETERS, STATES, GRADIENTS, ACTIVATIONS, TEMPORARIES, GATHE
 """Categories of memory in a forecast; buffers and the batch are "other"."""
 _NOTHING = dict.fromkeys((*KINDS, GATHERED), 0)
 MOST_LAYERS = 12  # Maximum rows of layers in a printed table; the rest is summed
+MOST_EVENTS = 5_000  # Of a step that is traced in the search for the largest batch
 MOST_SEQUENCES = 2**30  # Upper bound on the batch in searches
 
 
@@ -43,6 +44,7 @@ class MemoryPlan(Displayed):
     saved_by_dtype: Mapping[str, int] = field(default_factory=dict)  # Saved by a forward; empty in a forecast
     saved_by_layer: Mapping[str, int] = field(default_factory=dict)  # The same by the module that saves them
     notes: tuple[str, ...] = ()  # Remarks for the reader
+    events: int = 0  # Number of storages that begin or end in the traced step
     traced_blocks: tuple[int, int] = (0, 0)  # Number of blocks that were run, and of all blocks
     # What a GPU hands to collectives of tokens in a micro-batch, for each stage of a pipeline.
     messages: Sequence[Mapping[tuple[str, bool], int]] = ()
@@ -86,12 +88,28 @@ class MemoryPlan(Displayed):
         Raises:
             ValueError: If the plan was built by hand, or the peak does not grow with the batch.
         """
-        if (replan := self.replan) is None:
+        if self.replan is None:
             raise ValueError("this plan was built by hand: make a new plan to vary the batch")
         if limit_bytes not in self._fitting:
             peaks = {self.batch: self.peak}
-            self._fitting[limit_bytes] = largest_fitting(lambda size: replan(size).peak, peaks, limit_bytes)
+            self._fitting[limit_bytes] = largest_fitting(self._peak_of(self.replan), peaks, limit_bytes)
         return self._fitting[limit_bytes]
+
+    def _peak_of(self, replan: "Callable[[int], MemoryPlan]") -> Callable[[int], int]:
+        # A step of too many events, as of a model that runs its images one by one, takes hours to trace: its peak is
+        # that on the lines through the phases of two steps.
+        others: list[MemoryPlan] = []
+
+        def peak(batch: int) -> int:
+            for other in others[:1]:
+                more, extra = batch - self.batch, other.batch - self.batch
+                if self.events + (other.events - self.events) * more // extra > MOST_EVENTS:
+                    known = [(p.total, other.series.peaks[phase].total) for phase, p in self.series.peaks.items()]
+                    return max(size - (size - last) * more // extra for size, last in known)
+            others.append(replan(batch))
+            return others[-1].peak
+
+        return peak
 
     def to_json(self) -> str:
         names = ("label", "device", "batch", "tokens", "peak", "phase", "at_peak", "largest",
