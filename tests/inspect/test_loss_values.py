@@ -53,6 +53,7 @@ def test_what_is_not_finite_has_diverged(value):
         ([3.0], r"holds \[3.0\] at index 1"),
         (0.0, "index 1: a loss is above zero"),
         (-math.inf, "above zero"),
+        (1e-310, "above zero"),
     ],
     ids=lambda value: str(type(value).__name__),
 )

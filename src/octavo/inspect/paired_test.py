@@ -4,6 +4,7 @@ import math
 import operator
 import reprlib
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -29,8 +30,8 @@ def losses_of(owner: str, values: object) -> list[float]:
     """Return the values as floats above zero, with NaN for each that is not finite (the run diverged)."""
     losses = [float(number) for number in _numbers(owner, values, "a loss is a number, or nan for a run that diverged")]
     for index, loss in enumerate(losses):
-        if loss <= 0:
-            reason = "a loss is above zero, as gaps are in percent of it"
+        if loss < sys.float_info.min:
+            reason = f"a loss is above zero ({sys.float_info.min:.2g} or more), as gaps are in percent of it"
             raise ValueError(f"{owner} holds {loss} at index {index}: {reason}")
     return [loss if math.isfinite(loss) else math.nan for loss in losses]
 
