@@ -73,7 +73,7 @@ QUICK = {"compiled": ("--only", "bf16"), "host": ("--only", "bf16", "--repetitio
 """Options that make a benchmark small."""
 NOT_RUN = {
     r"octavo train configs/(llama|qwen|command|mixtral|deepseek|lora|nvila|dit-xl|vit-l)[\w.-]+$": "needs GPUs",
-    r"(plan|train) configs/(?!llama3-8b)[\w.-]+ (--gpu h100 --gpus \d+|--shrink)$": "held by train/test_shrink.py",
+    r"(plan|train) configs/(?!llama3-8b)[\w.-]+ (--gpu h100 --gpus \d+|--shrink)$": "held by train/test_config.py",
     r"torchrun .* parallel\.(tp|pp|cp|ep)=": "held by train/test_hybrid.py",
     r"h100\.json|my-gpu\.toml": "reads what a reader has measured or described; held by tests/planner",
     r"--nnodes|^sbatch": "needs four machines",

@@ -1,31 +1,45 @@
+"""What a run writes: steps, events, results, statistics of operands, and metrics on servers."""
+
 import json
+import math
 import re
+import sys
+import threading
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import fake_runs
 import pytest
 import torch
-from fake_runs import folder, step
+from fake_runs import folder, operand, sample, step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import LLAMA
+from tiny_runs import LLAMA, curve, killed, make_trainer, refused_run
 
+from octavo.experiments.demo import demo_configs
 from octavo.experiments.run_report import write_report
+from octavo.inspect.findings import OPERANDS
 from octavo.train import ConfigError, loop, run
 from octavo.train.loop import expected_step, with_gauges
+from octavo.train.record import loggers
+from octavo.train.record.loggers import LOGGERS_FILE, ScalarLog
 from octavo.train.record.metrics import (
+    STATISTICS_FILE,
     DataSize,
     ExpectedStep,
     Losses,
     MetricsWriter,
     RunResult,
     RunSetup,
+    StatisticsWriter,
     StepTotals,
     limits_of,
     read_events,
     read_metrics,
     read_statistics,
+    statistics_of,
 )
 from octavo.train.run_plan import plan_configured
 
@@ -301,3 +315,202 @@ def test_no_prediction(make_config):
     long = make_config(data={"sequence_length": 1 << 20})
     with pytest.raises(ConfigError, match="max_position_embeddings"):
         expected_step(long, H100, 1)
+
+
+# --- `[inspect]`: statistics of operands, and that training does not notice ---
+
+
+fp8 = {"level": "fp8"}
+
+
+def looked(make_config, every=2, **sections):
+    return make_config(**{"precision": fp8, "inspect": {"every": every, "what_if": ["blockwise"]}} | sections)
+
+
+def steps_of(out):
+    return sorted({row.step for row in read_statistics(out)})
+
+
+@pytest.mark.thorough
+def test_rows_of_sampled_steps_and_nothing_else_changes(make_config, tmp_path):
+    run(looked(make_config, every=0), out=tmp_path / "plain")
+    run(looked(make_config), out=tmp_path / "looked")
+    assert not (tmp_path / "plain" / STATISTICS_FILE).exists()
+    rows = read_statistics(tmp_path / "looked")
+    assert steps_of(tmp_path / "looked") == [2, 4, 6]
+    assert len(rows) == 3 * 21 * len(OPERANDS)  # three blocks of seven linears
+    assert all(set(row.what_if) == {"blockwise"} and row.recipe == "rowwise" for row in rows)
+    assert curve(tmp_path / "looked") == curve(tmp_path / "plain")
+    events = EventAccumulator(str(tmp_path / "looked" / "tensorboard")).Reload()
+    row = next(row for row in rows if row.step == 4 and row.operand == "dgrad_g")
+    for figure in ("sqnr", "underflow", "amax"):
+        scalars = {event.step: event.value for event in events.Scalars(f"dgrad_g_{figure}/{row.layer}")}
+        assert scalars.keys() == {2, 4, 6}
+        assert scalars[4] == pytest.approx(getattr(row, figure), rel=1e-6)
+    assert len(events.Scalars("inspect/lowest_sqnr_x")) == 3
+
+
+def test_looking_may_begin_and_end_on_resume(make_config, tmp_path):
+    saved = {"save_every": 2}
+    killed(looked(make_config, run=saved), tmp_path, 5)
+    run(looked(make_config, every=0, run=saved), out=tmp_path, resume=True)
+    assert steps_of(tmp_path) == [2, 4]
+
+
+def test_a_run_in_bf16_shows_what_fp8_would_do(make_config, tmp_path):
+    run(looked(make_config, precision={}), out=tmp_path)
+    rows = read_statistics(tmp_path)
+    assert {row.recipe for row in rows} == {"bf16"} and all(row.sqnr > 25 for row in rows)
+
+
+def test_what_is_not_finite_is_in_the_file_and_not_on_the_board(tmp_path):
+    board = Mock()
+    writer = StatisticsWriter(tmp_path, after_step=0, board=board)
+    row = operand(sqnr=math.inf)
+    writer.write([row, operand(operand="w", sqnr=math.nan)])
+    lines = (tmp_path / STATISTICS_FILE).read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["sqnr"] for line in lines] == ["inf", None]
+    assert read_statistics(tmp_path)[0] == row
+    scalars = [call.args[1] for call in board.add_scalar.call_args_list]
+    assert scalars and all(map(math.isfinite, scalars))
+
+
+def test_statistics_of_a_checkpoint_are_those_before_it(tmp_path):
+    for number in (2, 4):
+        sample(tmp_path, operand(number))
+    assert [row.step for row in statistics_of(tmp_path)] == [2, 4]
+    assert [row.step for row in statistics_of(tmp_path / "checkpoints" / "step-000003")] == [2]
+    with pytest.raises(ValueError, match="there is no folder .*elsewhere"):
+        statistics_of(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"no statistics up to step 1: train with inspect\.every=50"):
+        statistics_of(tmp_path / "checkpoints" / "step-000001")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["fp8", "fp8+activations"])
+def test_a_sampled_step_takes_less_than_five_others(level, tmp_path):
+    """The demo's model: with one step in 50 sampled, under 10 %. The fastest of each, as a machine has its moods."""
+    overrides = ["optim.batch=2", "run.device=cpu", f"data.cache={tmp_path}", "inspect.every=3"]
+    config = demo_configs(overrides, level)[1]
+    trainer = make_trainer(config)
+    trainer.train_step()
+    seconds = {False: [], True: []}
+    for _ in range(15):
+        start = time.perf_counter()
+        trainer.train_step()
+        seconds[bool(trainer.watch.rows)].append(time.perf_counter() - start)
+    plain, sampled = min(seconds[False]), min(seconds[True])
+    print(f"{level}: a step {1e3 * plain:.0f} ms, a sampled one {sampled / plain:.2f} ×, of 50 steps +"
+          f"{2 * (sampled / plain - 1):.1f} %")  # fmt: skip
+    assert sampled < 5 * plain
+
+
+# --- servers that may be slow, away or broken; they are stand-ins ---
+
+
+class Server:
+    def __init__(self):
+        self.runs, self.closed, self.names = {}, [], []
+
+    def remote(self, out, name, config, id):
+        self.names.append((name, config))
+        id = id or f"run{len(self.runs)}"
+        log = lambda step, scalars: self.runs[id].append((step, dict(scalars)))  # noqa: E731
+        close = partial(self.closed.append, id)
+        return SimpleNamespace(id=id, open=lambda: self.runs.setdefault(id, []), log=log, close=close)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = Server()
+    monkeypatch.setitem(loggers.REMOTES, "wandb", server.remote)
+    return server
+
+
+def log_of(tmp_path, notes, names=("wandb",)):
+    return ScalarLog(Mock(), names, tmp_path, "a run", {"run.steps": 3}, notes.append)
+
+
+def write(log, steps):
+    for number in steps:
+        log.add_scalar("train/loss", 1.0 / number, number)
+        log.add_scalar("train/lr", 0.1, number)
+
+
+def test_scalars_arrive_by_step_and_a_later_process_goes_on(tmp_path, server):
+    notes = []
+    log = log_of(tmp_path, notes)
+    write(log, (1, 2))
+    log.close()
+    again = log_of(tmp_path, notes)
+    write(again, (2, 3))  # as after a rollback
+    again.close()
+    expected = [(step, {"train/loss": 1.0 / step, "train/lr": 0.1}) for step in (1, 2, 2, 3)]
+    assert server.runs == {"run0": expected} and server.closed == ["run0", "run0"] and not notes
+    assert json.loads((tmp_path / LOGGERS_FILE).read_text()) == {"wandb": "run0"}
+    assert log._board.close.called and log._board.add_scalar.call_count == 4
+
+
+@pytest.mark.parametrize("when", ["make", "open", "log", "close"])
+def test_a_server_that_fails_is_noted_once_and_training_goes_on(tmp_path, monkeypatch, when):
+    make = Mock(return_value=Mock(id="1"))
+    (make if when == "make" else getattr(make.return_value, when)).side_effect = ConnectionError(
+        "no route to host\nmore"
+    )
+    monkeypatch.setitem(loggers.REMOTES, "mlflow", make)
+    notes = []
+    log = log_of(tmp_path, notes, ("mlflow",))
+    write(log, range(1, 50))
+    log.close()
+    assert notes == ["mlflow gets no more metrics (no route to host); training goes on, metrics.jsonl has all"]
+    assert log._board.add_scalar.call_count == 98
+
+
+def test_a_server_that_hangs_takes_a_limited_memory_and_is_noted_once(tmp_path, monkeypatch):
+    release, failed = threading.Event(), threading.Event()
+
+    def opened(*_):
+        release.wait(20)
+        failed.set()
+        raise ConnectionError("too late")
+
+    monkeypatch.setattr(loggers, "CLOSING_S", 0.05)
+    monkeypatch.setattr(loggers, "PENDING", 10)
+    monkeypatch.setitem(loggers.REMOTES, "wandb", opened)
+    notes = []
+    log = log_of(tmp_path, notes)
+    write(log, range(1, 100))
+    assert log._senders[0]._queue.qsize() == 10
+    log.close()
+    release.set()
+    assert failed.wait(10)
+    log._senders[0]._thread.join(10)
+    assert notes == ["wandb gets no more metrics (10 values wait for it); training goes on, metrics.jsonl has all"]
+
+
+def test_a_client_that_exits_is_noted(tmp_path, monkeypatch):
+    """A thread ends in silence with SystemExit."""
+    monkeypatch.setitem(loggers.REMOTES, "wandb", lambda *_: sys.exit("no key"))
+    notes = []
+    log = log_of(tmp_path, notes)
+    log.close()
+    assert notes == ["wandb gets no more metrics (no key); training goes on, metrics.jsonl has all"]
+
+
+def test_a_run_and_its_resumption_on_one_server(tmp_path, make_config, server, monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda name: name)
+    config = make_config(run={"name": "r", "steps": 2, "loggers": "wandb"}, optim={"warmup": 0})
+    run(config, out=tmp_path / "out")
+    longer = make_config(run={"name": "r", "steps": 3, "loggers": ["wandb"]}, optim={"warmup": 0})
+    result = run(longer, out=tmp_path / "out", resume=True)
+    (rows,) = server.runs.values()
+    assert [step for step, _ in rows] == [1, 2, 3] and len(server.closed) == 2
+    assert rows[-1][1]["train/loss"] == result.losses.final
+    name, settings = server.names[0]
+    assert name == "r" and settings["run.steps"] == 2 and settings["optim.batch"] == config.optim.batch
+
+
+def test_a_run_without_the_package_writes_nothing(tmp_path, make_config, monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    config = make_config(run={"steps": 1, "loggers": ["wandb"]}, optim={"warmup": 0})
+    refused_run("pip install wandb", config, tmp_path / "out")
