@@ -1,6 +1,5 @@
 """Checkpoints: their files, which stay, what resumes, exports also in FP8, and no damage that goes unnoticed."""
 
-import io
 import json
 import os
 import random
@@ -13,8 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import GROUPS, LLAMA, ONE_BLOCK, flip, job, make_trainer, refused_run, rewrite
-from tiny_runs import load as load_data
+from tiny_runs import GROUPS, LLAMA, ONE_BLOCK, flip, job, make_trainer, refused_run, rejected, rewrite
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.kernels import quantize
@@ -22,7 +20,7 @@ from octavo.nn import change_recipe
 from octavo.numerics import RECIPES
 from octavo.train import run
 from octavo.train.checkpoint import store as checkpoint
-from octavo.train.checkpoint.digests import check_digests
+from octavo.train.checkpoint.digests import check_digests, write_digests
 from octavo.train.checkpoint.export import export
 from octavo.train.checkpoint.retention import checkpoints, latest_checkpoint
 from octavo.train.checkpoint.store import check_same_model, load_checkpoint, read_trainer_state
@@ -90,12 +88,6 @@ def test_another_model_is_named_by_its_first_difference(make_config, tmp_path):
     ]  # fmt: skip
 
 
-def pickled(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
 def test_damaged_checkpoints_are_named(make_config, tmp_path):
     trainer = make_trainer(make_config())
     trainer.save(tmp_path)
@@ -103,20 +95,18 @@ def test_damaged_checkpoints_are_named(make_config, tmp_path):
     names = {"step", "loss_scale", "data", "config", "ranks", "skipped_batches", "guard"}
     assert set(read_trainer_state(folder)) == names
     wider = make_trainer(make_config(model={"type": "llama", "config": LLAMA | {"intermediate_size": 96}}))
-    with pytest.raises(ConfigError, match="there intermediate_size = 64, here 96"):
-        load(wider, folder)
+    rejected("there intermediate_size = 64, here 96", load, wider, folder)
     # What was damaged before its digests were written, or by who can write them.
     for name in ("optimizer.pt", "model.safetensors"):
         content = (folder / name).read_bytes()
         rewrite(folder / name, content[:-50])
-        with pytest.raises(ConfigError, match="is damaged"):
-            load(trainer, folder)
+        rejected("is damaged", load, trainer, folder)
         (folder / name).write_bytes(content)
-    states = ({}, {"adamw": 3, "masters": {}}, [1], torch.ones(3), 3)
-    for content in (b"", b"nonsense", *map(pickled, states)):
-        rewrite(folder / "optimizer.pt", content)
-        with pytest.raises(ConfigError, match=r"is damaged \(.*\): remove .*step-000000 to resume from the one before"):
-            load(trainer, folder)
+    for content in (b"", b"nonsense", {}, {"adamw": 3, "masters": {}}, [1], torch.ones(3), 3):
+        path = folder / "optimizer.pt"
+        path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+        write_digests(folder, {})
+        rejected(r"is damaged \(.*\): remove .*step-000000 to resume from the one before", load, trainer, folder)
 
 
 def test_each_setting_says_whether_it_may_differ_on_resume(make_config, tmp_path):
@@ -212,7 +202,7 @@ def test_an_export_of_shards_is_what_save_pretrained_writes(gloo, make_config, t
 
 @pytest.mark.parametrize("templates", ["folder", "table"])
 def test_chat_templates_are_exported(make_config, tmp_path, templates):
-    load_data(make_config()).tokenizer.save(tmp_path / "tokenizer")
+    make_trainer(make_config()).task.data.tokenizer.save(tmp_path / "tokenizer")
     if templates == "table":
         path = tmp_path / "tokenizer" / "tokenizer_config.json"
         table = [{"name": "default", "template": "{{ 1 }}"}, {"name": "rag", "template": "{{ 2 }}"}]
@@ -260,8 +250,6 @@ DAMAGE = {
     "adapter_config.json is not part of it": lambda folder: (folder / "adapter_config.json").write_text("{}"),
     "README is not part of it": lambda folder: (folder / "README").write_text(""),
     "digests.json is not what was written": lambda folder: (folder / "digests.json").unlink(),
-    "model.safetensors is not what": lambda folder: flip(folder / "model.safetensors", 8000),
-    "optimizer.pt is not what": lambda folder: flip(folder / "optimizer.pt", 8000),
 }
 
 
@@ -273,8 +261,7 @@ def test_damage_stops_a_resume_and_an_export_and_notes_and_hidden_files_are_none
     load(trainer, folder)
     DAMAGE[message](folder)
     for action in (lambda: load(trainer, folder), lambda: export(folder, tmp_path / "exported")):
-        with pytest.raises(ConfigError, match=message):
-            action()
+        rejected(message, action)
     assert not (tmp_path / "exported").exists()
 
 
@@ -344,8 +331,7 @@ def test_the_order_of_keys_is_no_change(trained):
     (folder / "config.json").write_text(json.dumps(saved))
     check_same_model(folder, config)
     config.rope_parameters = config.rope_parameters | {"rope_theta": 5.0}
-    with pytest.raises(ConfigError, match="holds another model: there rope_parameters"):
-        check_same_model(folder, config)
+    rejected("holds another model: there rope_parameters", check_same_model, folder, config)
 
 
 def test_changed_weights_at_the_start_do_not_matter_to_a_resume(started, tmp_path):
@@ -360,8 +346,7 @@ def test_changed_weights_at_the_start_do_not_matter_to_a_resume(started, tmp_pat
 
 def test_a_missing_package_stops_a_run_before_it_begins(make_config, tmp_path):
     for name in ("plotly", "tensorboard", "jinja2"):
-        without = mock.patch("octavo.train.loop.find_spec", lambda asked, name=name: asked != name or None)
-        with without:
+        with mock.patch("octavo.train.loop.find_spec", lambda asked, name=name: asked != name or None):
             refused_run(rf"{name} is not installed: pip install 'octavo\[train\]'", make_config(), tmp_path / "out")
 
 
@@ -424,8 +409,7 @@ def test_mistakes_are_named_and_write_nothing(make_config, trained_in_fp8, tmp_p
     fails(folder, "computes in recipe rowwise, which fp8-block does not describe", "fp8-block")
     fails(folder, "unknown layout 'fp8-col'", "fp8-col")
     fails(tmp_path, "is no checkpoint of a run")
-    with pytest.raises(ConfigError, match="inside the checkpoint, which it would damage"):
-        export(folder, folder / "new" / "out", "fp8-row")
+    rejected("inside the checkpoint, which it would damage", export, folder, folder / "new" / "out", "fp8-row")
     assert not (folder / "new").exists()
     with pytest.raises(ValueError, match="is not empty: choose another folder"):
         export(folder, folder.parent, "fp8-row")

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from tiny_runs import LLAMA, assert_resumes, image_tables, job, killed, recorded, refused_run, slow
+from tiny_runs import LLAMA, assert_resumes, image_tables, job, killed, recorded, refused_run, rejected, slow
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, LlamaConfig, LlamaForCausalLM
 
 from octavo.nn import ResidentWeight
@@ -98,8 +98,7 @@ def test_checkpoints_hold_adapters_and_resume_bit_for_bit(lora_config, base, tmp
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(merged.state_dict()[name], plain.state_dict()[name])
-    with pytest.raises(ConfigError, match="holds adapters, which fp8-row does not have"):
-        export(checkpoint, tmp_path / "fp8", to="fp8-row")
+    rejected("holds adapters, which fp8-row does not have", export, checkpoint, tmp_path / "fp8", to="fp8-row")
 
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -179,8 +178,7 @@ def test_adapters_are_merged_into_their_base(lora_config, base, tmp_path, kind):
     assert merged.state_dict().keys() == expected.keys()
     assert {value.dtype for value in merged.state_dict().values()} == {torch.bfloat16}
     assert [name for name, value in merged.state_dict().items() if not torch.equal(value, expected[name])] == []
-    with pytest.raises(ConfigError, match="--merge adds the adapters of a run"):
-        export(checkpoint, tmp_path / "fp8", to="fp8-row", merge=True)
+    rejected("--merge adds the adapters of a run", export, checkpoint, tmp_path / "fp8", to="fp8-row", merge=True)
 
 
 def llama(**changes):

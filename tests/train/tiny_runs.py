@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -11,13 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.data.load import load_corpus
-from octavo.train.loop import run
 from octavo.train.model import check_model
-from octavo.train.record.metrics import read_metrics
+from octavo.train.ranks import join_ranks
 from octavo.train.record.progress import NullProgress
 from octavo.train.tasks.registry import task_of
 from octavo.train.trainer import Trainer
@@ -120,6 +121,14 @@ def make_trainer(config):
     return Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
 
 
+@contextmanager
+def trainer_of_ranks(tables):
+    """The trainer of a run on the ranks of this group, or alone."""
+    config = parse_config(tables)
+    with join_ranks(config) as ranks:
+        yield Trainer(config, load(config), ranks.device, ranks=ranks)
+
+
 def image_tables(model, data, /, **sections):
     """The tables of a tiny run on images; keyword arguments replace keys, and None leaves a key out."""
     settings = {
@@ -144,6 +153,14 @@ def recorded(config, out, **options):
     return seen
 
 
+def rejected(message, function, *args, **options):
+    """The error of a call: one line that matches."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        function(*args, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 def refused_run(message, config, out, **options):
     """A run that raises this error, and changes and leaves no file."""
 
@@ -151,8 +168,7 @@ def refused_run(message, config, out, **options):
         return out.exists(), {path: path.is_file() and path.read_bytes() for path in out.rglob("*")}
 
     before = files()
-    with pytest.raises(ConfigError, match=message):
-        run(config, out=out, **options)
+    rejected(message, run, config, out=out, **options)
     assert files() == before
 
 
@@ -189,15 +205,18 @@ def saved(out):
     return flat
 
 
-def assert_same(a, b):
-    """Bitwise the same weights, masters, moments, loss scale, step, curve, evaluations and samples."""
+def assert_same(a, b, without=()):
+    """Bitwise the same weights, masters, moments, loss scale, step and curve, but for keys of `trainer.json`."""
     first, second = saved(a), saved(b)
+    for state, key in product((first, second), without):
+        state["trainer"].pop(key, None)
     assert first.keys() == second.keys() and len(first) > 20
     for name, value in first.items():
         same = torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name]
         assert same, (name, value, second[name]) if not isinstance(value, torch.Tensor) else name
     assert curve(a) == curve(b)
-    assert [(r.held_out, r.samples) for r in read_metrics(a)] == [(r.held_out, r.samples) for r in read_metrics(b)]
+    evaluated = [[(row.held_out, row.samples) for row in read_metrics(out)] for out in (a, b)]
+    assert without or evaluated[0] == evaluated[1]
 
 
 def assert_resumes(config, folder):
@@ -209,14 +228,7 @@ def assert_resumes(config, folder):
 
 def assert_no_trace(often, never, *, statistics):
     """Bitwise the same run, with evaluations or samples or without, but for what it says of them."""
-    first, second = saved(often), saved(never)
-    for state in (first, second):
-        for key in ("config", "digests", "held_out_loss"):
-            state["trainer"].pop(key, None)
-    assert first.keys() == second.keys() and first["trainer"] == second["trainer"]
-    assert len(first) > 20
-    different = [k for k, v in first.items() if isinstance(v, torch.Tensor) and not torch.equal(v, second[k])]
-    assert not different and curve(often) == curve(never)
+    assert_same(often, never, without=("config", "digests", "held_out_loss"))
     if statistics:
         assert (often / "statistics.jsonl").read_text() == (never / "statistics.jsonl").read_text()
 
