@@ -14,17 +14,15 @@ import torch.distributed as dist
 from test_faults import models_with
 from test_guard import GUARDED, LASTING, harder, without_batches
 from test_ranks import DDP, EVERYTHING, assert_same_ends, checkpoints_through, mistakes_job
-from tiny_runs import GPT2, MIXTRAL, PIPELINE, Recorder, before_steps, job, load, losses, slow
+from tiny_runs import GPT2, MIXTRAL, PIPELINE, Recorder, before_steps, job, losses, rejected, slow, trainer_of_ranks
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from bf16_products import Float32Products
 from octavo.parallel.combinations import ZERO_BUBBLE
 from octavo.parallel.pipeline_model import SCHEDULES, check_pipeline_model, divide, stages_of
 from octavo.tensor import local_tensor
-from octavo.train import ConfigError, parse_config, read_metrics, run
+from octavo.train import ConfigError, LostRankError, NonFiniteError, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import checkpoints
-from octavo.train.diagnose import NonFiniteError
-from octavo.train.ranks import LostRankError, join_ranks
 from octavo.train.record.metrics import read_events, read_statistics
 from octavo.train.run_plan import plan_memory
 from octavo.train.trainer import Trainer
@@ -160,11 +158,9 @@ def test_checkpoints_go_to_any_layout(gloo, settings, tmp_path, precision):
 
 
 def layout_of_ranks(tables):
-    config = parse_config(tables)
-    with join_ranks(config) as ranks:
-        trainer = Trainer(config, load(config), ranks.device, ranks=ranks)
-    inputs, targets = trainer._batch(0)
-    return inputs, targets, trainer.layout.positions(inputs)
+    with trainer_of_ranks(tables) as trainer:
+        inputs, targets = trainer._batch(0)
+        return inputs, targets, trainer.layout.positions(inputs)
 
 
 @pytest.mark.thorough
@@ -286,11 +282,10 @@ def test_blocks_that_pass_on_more_than_hidden_states():
 @pytest.mark.parametrize("parallel", [{"dp_shard": 8}, {"tp": 2}, {"cp": 2}, {"ep": 4}, {"pp": 3}], ids=str)
 def test_one_process_alone(settings, tmp_path, parallel):
     count = max(parallel.values())
-    with pytest.raises(ConfigError, match=f"asks for {count} processes.*--nproc-per-node {count}"):
-        job(settings(parallel=parallel), tmp_path / "out")
+    made = settings(parallel=parallel)
+    rejected(f"asks for {count} processes.*--nproc-per-node {count}", job, made, tmp_path / "out")
     if "dp_shard" not in parallel:
-        with pytest.raises(ConfigError, match="--memory predicts one GPU; for several give --gpu and --gpus"):
-            plan_memory(parse_config(settings(parallel=parallel)))
+        rejected("--memory predicts one GPU; for several give --gpu and --gpus", plan_memory, parse_config(made))
 
 
 UNTIED = {"tie_word_embeddings": False}
@@ -363,7 +358,7 @@ def test_a_stage_that_cannot_run_is_no_lost_rank(gloo, settings, tmp_path):
 
 
 def differing_job(tables, out, differences):
-    messages, last = [], dist.get_rank() == 1
+    messages, last = [], dist.get_rank() > 0
     for key, value in differences.items():
         section, _, name = key.partition(".")
         changed = {section: tables[section] | {name: value}} if last and name else {}
@@ -380,16 +375,16 @@ def test_settings_that_differ_between_ranks(gloo, settings, tmp_path):
     differences = {
         "parallel.tp": 1, "parallel.sequence_parallel": False, "parallel.schedule": "GPipe", "parallel.fp8_comm": "off",
         "optim.micro_batches": 4, "precision.recipe": "blockwise", "run.seed": 9, "OCTAVO_CPU_PRODUCTS": "fast",
-        "parallel.dp_replicate": 2,
+        "parallel.dp_replicate": 2, "optim.lr": 2e-2,
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OCTAVO_CPU_PRODUCTS", "exact")
         made = settings(parallel={"tp": 2}, optim={"micro_batches": 2})
-        messages = gloo.run(differing_job, 2, made, str(tmp_path), differences)
-    assert messages[0] == messages[1]
+        messages = gloo.run(differing_job, 3, made, str(tmp_path), differences)
+    assert messages[0] == messages[1] == messages[2]
     for message, key in zip(messages[0], differences, strict=True):
         assert f"the ranks do not train the same: {key} = " in message
-        assert "on rank 0; " in message and "on rank 1. " in message
+        assert "on rank 0; " in message and "on ranks 1, 2. " in message
 
 
 # --- what goes with every mesh: dropout, checkpointing, remainders of a batch, guard, faults and kills ---
@@ -480,9 +475,7 @@ RANKS = LAYOUTS | {"fsdp": (2, {}), "ddp": (2, DDP)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", ["fsdp", "tp-fsdp", "ddp", "tp", "tp-whole", "cp", "cp-fsdp", "pp", "pp-fsdp", "pp-tp"]
-)
+@pytest.mark.parametrize("layout", sorted(RANKS.keys() - {"cp-hsdp"}))
 def test_the_autopilot_equalizes_layers(gloo, settings, tmp_path, layout):
     """As in one process, although layers that ranks hold together have no channel scales in the repeated step."""
     world, parallel = RANKS[layout]
@@ -606,10 +599,12 @@ def test_all_copies_skip_a_step_in_which_one_has_a_nan(gloo, settings, tmp_path)
 # --- longer runs of typical architectures, FP8 beside plain bf16 in one process ---
 
 
-SHAPE = {
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 128, "tie_word_embeddings": False,
-}  # fmt: skip
+SHAPE = PIPELINE | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 128,
+}
 WITHOUT_HEAD_DIM = {key: value for key, value in SHAPE.items() if key != "head_dim"}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}

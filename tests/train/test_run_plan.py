@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import LLAMA, MIXTRAL, ONE_BLOCK, PIPELINE, load, make_trainer, slow
+from tiny_runs import LLAMA, MIXTRAL, ONE_BLOCK, PIPELINE, load, make_trainer, slow, trainer_of_ranks
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -17,32 +17,20 @@ import octavo
 from collective_recorder import CollectiveRecorder
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics.plan import Plan
-from octavo.planner import auto_convert
+from octavo.planner import auto_convert, step_memory
 from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
 from octavo.planner.prediction import held_beside
 from octavo.planner.step import StepConfig, schedule_actions, simulate
-from octavo.planner.step_memory import (
-    ACTIVATIONS,
-    BATCH,
-    GATHERED,
-    GRADIENTS,
-    PARAMETERS,
-    STATES,
-    TEMPORARIES,
-    Timeline,
-    make_gradients,
-    make_states,
-)
+from octavo.planner.step_memory import ACTIVATIONS, BATCH, GATHERED, PARAMETERS, TEMPORARIES
 from octavo.tensor import local_tensor
-from octavo.train import ConfigError, parse_config, run_plan, trainer
-from octavo.train.config.run_config import load_config
-from octavo.train.ranks import Ranks
+from octavo.train import ConfigError, load_config, parse_config, run_plan, trainer
 from octavo.train.record.metrics import LOSS
 from octavo.train.run_plan import plan_configured, plan_memory, plan_step, planned_task
 from octavo.train.trainer import MIN_FUSED_NUMEL, Trainer, convert_run, with_activations
 from support.command import octavo as command
 from support.command import refused
+from support.moe_models import BASE, FAMILIES
 from whole_plans import all_blocks
 
 SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b.toml"
@@ -113,8 +101,6 @@ LARGER = ["optim.batch=16", "data.sequence_length=512", "model.config.max_positi
           "model.config.hidden_size=4096", "model.config.intermediate_size=14336", "model.config.num_hidden_layers=2",
           "model.config.num_attention_heads=32", "model.config.num_key_value_heads=8"]  # fmt: skip
 AS_8B = ["optim.batch=1", "optim.micro_batches=1", *(f"model.config.{size}" for size in LLAMA_3_8B)]
-
-
 TRACKED = {
     "7B": (SEVEN_B, ()), "7B bf16": (SEVEN_B, ("level=bf16",)), "7B recomputed": (SEVEN_B, ("checkpointing=full",)),
     "8B selective": (SEVENTY_B, ("level=fp8", "checkpointing=selective")), "demo": (DEMO, ()),
@@ -138,9 +124,9 @@ def test_within_5_percent_of_pytorchs_tracker(path, precision):
         trainer = Trainer(config, task.data, cpu, model, plan=decided)
         shape = size, config.data.sequence_length
         batch = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
-        make_states(trainer.optimizer.inner)
+        step_memory.make_states(trainer.optimizer.inner)
         states = [t for t in tree_leaves(trainer.optimizer.state_dict()) if isinstance(t, torch.Tensor)]
-        gradients = make_gradients(trainer.optimizer.inner) if config.optim.micro_batches > 1 else []
+        gradients = step_memory.make_gradients(trainer.optimizer.inner) if config.optim.micro_batches > 1 else []
         tracker = MemTracker()
         tracker.track_external(trainer.model, *batch, *states, *gradients)
         with tracker:
@@ -386,12 +372,7 @@ def test_a_run_with_fused_kernels_says_so_and_stays_in_bf16(make_config):
 
 NAMES = {"all-gather": "_allgather_base_", "reduce-scatter": "_reduce_scatter_base_", "all-to-all": "alltoall_base_"}
 VOCABULARY = 512
-DEEPSEEK = {
-    "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 7, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
-    "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 3, "max_position_embeddings": 64,
-}  # fmt: skip
+DEEPSEEK = BASE | FAMILIES["deepseek_v3"] | {"num_hidden_layers": 7, "first_k_dense_replace": 3, "vocab_size": 512}
 LAYOUTS = {
     "tp": (2, {"tp": 2}), "tp-fsdp": (4, {"tp": 2}), "cp": (2, {"cp": 2}), "ep-fsdp": (4, {"ep": 2}),
     "pp": (2, {"pp": 2}), "pp-interleaved": (2, {"pp": 2, "schedule": "Interleaved1F1B"}),
@@ -399,7 +380,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-class Recording(Timeline):
+class Recording(step_memory.Timeline):
     """A timeline that sees FSDP2 free gathered weights by resizing them, and does not count them as activations."""
 
     def __enter__(self):
@@ -425,11 +406,8 @@ class Recording(Timeline):
 
 
 def measured(tables):
-    config, device = parse_config(tables), torch.device("cpu")
-    rank = torch.distributed.get_rank()
-    ranks = Ranks(device, rank, torch.distributed.get_world_size(), rank)
-    trainer = Trainer(config, load(config), device, ranks=ranks)
-    trainer.train_step()  # states exist, and torch has inferred the shapes of stages
+    with trainer_of_ranks(tables) as trainer:
+        trainer.train_step()  # states exist, and torch has inferred the shapes of stages
     states = [t for t in tree_leaves(trainer.optimizer.state_dict()) if isinstance(t, torch.Tensor)]
     held = [{t.untyped_storage()._cdata: t.nbytes for t in map(local_tensor, tensors)} for tensors in
             (trainer.model.parameters(), states)]  # fmt: skip
@@ -455,14 +433,16 @@ def test_what_a_rank_holds_and_sends(gloo, settings, layout):
     real = gloo.run(measured, world, own)
     plan = plan_configured(parse_config(own), gpu="h100", gpus=world).memory
     assert plan.largest[PARAMETERS] == pytest.approx(max(r[0][0] for r in real), rel=0.01)  # rounded to 512 bytes
-    assert plan.largest[STATES] == pytest.approx(max(r[0][1] for r in real), rel=0.01)
+    assert plan.largest[step_memory.STATES] == pytest.approx(max(r[0][1] for r in real), rel=0.01)
     # Beside saved tensors, small ones of the trainer and of torch's stages are alive when backward begins.
     if "ep" not in parallel:  # whose rows depend on the router
         # FSDP2 has not scattered the head's gradient yet, which the loss made in forward.
         waiting = VOCABULARY * 128 * 2 if layout in ("tp-fsdp", "cp") else 0
         if layout == "pp-fsdp":  # nor all of a stage, whose float32 sums stay whole until its last micro-batch
             waiting = 4 * plan.largest[PARAMETERS]  # of which two shards have two bytes for each element
-            assert waiting <= plan.largest[GRADIENTS] <= 1.25 * waiting  # and those of a block before they are added
+            assert (
+                waiting <= plan.largest[step_memory.GRADIENTS] <= 1.25 * waiting
+            )  # and those of a block before they are added
         assert plan.largest[ACTIVATIONS] == pytest.approx(max(r[1] for r in real) - waiting, rel=0.1)
     sent = real[0][2]
     predicted = plan.messages
