@@ -15,22 +15,8 @@ from unittest import mock
 import pytest
 import tiny_runs
 import torch
-from test_guard import GUARDED
-from test_loss_scale import FP16
-from tiny_runs import (
-    LLAMA,
-    At,
-    Recorder,
-    assert_same,
-    curve,
-    killed,
-    recorded,
-    refused_run,
-    scaled_losses,
-    sentences,
-    slow,
-    terminate,
-)
+from test_guard import FP16, GUARDED
+from tiny_runs import At, Recorder, assert_same, killed, recorded, refused_run, sentences, terminate
 
 from octavo.inspect import Autopilot, RecipeChange
 from octavo.train import evaluation, loop, read_metrics, run, signals, trainer
@@ -48,7 +34,7 @@ refused = partial(refused_run, resume=True)
 @pytest.mark.parametrize("sections", tiny_runs.VARIANTS, ids=str)
 @pytest.mark.parametrize("stop", [tiny_runs.slow(1), 4])
 def test_resume_is_bitwise_the_uninterrupted_run(stop, sections, make_config, tmp_path):
-    two_blocks = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 2}}
+    two_blocks = {"type": "llama", "config": tiny_runs.LLAMA | {"num_hidden_layers": 2}}
     config = make_config(**{"model": two_blocks} | sections)
     run(config, out=tmp_path / "whole")
     assert run(config, out=tmp_path / "cut", progress=At(stop, terminate)).stopped == "sigterm"
@@ -93,7 +79,7 @@ def test_resume_with_nothing_there_starts_and_says_so(make_config, tmp_path):
 
 def test_a_folder_with_a_run_is_never_overwritten(make_config, copied, tmp_path):
     refused_run(r"already holds a run .*--resume.*--out", make_config(), copied)
-    other = make_config(model={"type": "llama", "config": LLAMA | {"hidden_size": 64}})
+    other = make_config(model={"type": "llama", "config": tiny_runs.LLAMA | {"hidden_size": 64}})
     refused(r"another run: there model\.config\.hidden_size = 32, here 64", other, copied)
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -117,19 +103,19 @@ def test_changed_data_or_tokenizers_are_named_and_moved_data_is_not(make_config,
     run(again, out=tmp_path / "out", resume=True)
 
 
+SAVING = {"save_every": 2, "keep": 9}
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    return tmp_path_factory.mktemp("finished") / "run"
+def finished(tmp_path_factory, make_config):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    run(make_config(run=SAVING), out=out)
+    return out
 
 
 @pytest.fixture
-def copied(finished, make_config, tmp_path):
-    if not finished.exists():
-        run(make_config(run=SAVING), out=finished)
+def copied(finished, tmp_path):
     return Path(shutil.copytree(finished, tmp_path / "run"))
-
-
-SAVING = {"save_every": 2, "keep": 9}
 
 
 def test_no_lock_is_taken_through_a_link(make_config, tmp_path):
@@ -378,7 +364,7 @@ def faults():
                 moves = [*moves, move]
         return moves
 
-    with scaled_losses(factor), mock.patch.object(Autopilot, "act", moving):
+    with tiny_runs.scaled_losses(factor), mock.patch.object(Autopilot, "act", moving):
         yield
 
 
@@ -426,11 +412,11 @@ def test_what_the_undisturbed_run_goes_through(undisturbed, make_config):
     assert calls["state put"] == 2 and calls["removal"] >= 4 and calls["beginning of rows"] == 3
     out, calls = undisturbed("fp16", make_config(**CONFIGS["fp16"]))
     assert events(out).decode().count('"loss_scale"') == 1
-    assert sum(row[-1] for row in curve(out)) == len(OVERFLOWS)
+    assert sum(row[-1] for row in tiny_runs.curve(out)) == len(OVERFLOWS)
 
 
 KILLS = [
-    *(slow("guard", [kill]) for kill in GUARD_KILLS), slow("guard", ["half", "half", "half"]),
+    *(tiny_runs.slow("guard", [kill]) for kill in GUARD_KILLS), tiny_runs.slow("guard", ["half", "half", "half"]),
     # After an event and before anything is saved, and in what follows.
     ("guard", [("event", 2, True), ("removal", 1, True), ("save published", 1, False)]),
     ("fp16", [("row", 6, True), ("row", 9, False)]), ("fp16", [("save published", 4, True), ("event", 1, False)]),
