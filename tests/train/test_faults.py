@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_runs import assert_same, curve, killed, recorded, saved, slow
+from tiny_runs import WIDE_LLAMA, assert_same, curve, killed, recorded, saved, slow
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -145,10 +145,7 @@ def test_limits_move_layers_under_the_autopilot(make_config, tmp_path, limits, m
     assert {event["event"] for event in read_events(tmp_path)} == ({"move"} if moves else {"finding"})
 
 
-SIZES = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.06,
-}  # fmt: skip
+SIZES = WIDE_LLAMA | {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.06}
 AUTOPILOT_ON = {
     "run": {"steps": 8, "save_every": 4}, "precision": {"level": "fp8", "recipe": "tensorwise", "autopilot": True},
     "inspect": {"every": 3},

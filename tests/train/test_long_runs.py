@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from tiny_runs import assert_same, killed, losses
 
-from octavo.train import RunResult, read_metrics, run
+from octavo.train import RunResult, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import checkpoints, held_out_loss, obsolete_checkpoints
-from octavo.train.config.run_config import parse_config
 from octavo.train.record.metrics import RESTART, add_event, read_events
 from octavo.train.signals import supervise
 from octavo.train.trainer import Trainer
@@ -211,20 +210,23 @@ open(out + "/config.toml", "w").close()
 end = ends[len(done)]
 os.kill(os.getpid(), -end) if end < 0 else sys.exit(end)
 """
-
-
 EXITS = [  # How processes end, the exit code and the number of processes
     ([0], 0, 1), ([1], 1, 1), ([2], 2, 1), ([-9, 0], 0, 2), ([-9, 2], 2, 2), ([-11, 70, 0], 0, 3), ([70] * 4, 70, 3),
     ([-9] * 4, 137, 3),
 ]  # fmt: skip
 
 
+def supervised(out, ends, resume=False):
+    """The exit code of processes with these ends, the options of each, and notes."""
+    notes, command = [], [sys.executable, "-c", ENDS, str(out), json.dumps(ends)]
+    code = supervise(command, out, resume=resume, restarts=2, note=notes.append)
+    return code, (out / "calls").read_text().splitlines(), notes
+
+
 @pytest.mark.parametrize(("ends", "code", "calls"), EXITS, ids=str)
 def test_a_crashed_run_is_restarted(ends, code, calls, tmp_path):
-    notes = []
-    command = [sys.executable, "-c", ENDS, str(tmp_path), json.dumps(ends)]
-    assert supervise(command, tmp_path, resume=False, restarts=2, note=notes.append) == code
-    assert (tmp_path / "calls").read_text().splitlines() == ["", *["--resume"] * (calls - 1)]
+    *ended, notes = supervised(tmp_path, ends)
+    assert ended == [code, ["", *["--resume"] * (calls - 1)]]
     events = read_events(tmp_path)
     assert [event["event"] for event in events] == [RESTART] * (calls - 1)
     assert len(notes) == calls - 1 + (calls == 3 and code != 0)
@@ -234,18 +236,15 @@ def test_a_crashed_run_is_restarted(ends, code, calls, tmp_path):
 
 def test_a_crash_before_the_folder_is_checked_resumes_no_earlier_run(tmp_path):
     (tmp_path / "config.toml").touch()
-    command = [sys.executable, "-c", ENDS, str(tmp_path), json.dumps([-9, 2])]
-    assert supervise(command, tmp_path, resume=False, restarts=2, note=lambda text: None) == 2
-    assert (tmp_path / "calls").read_text().splitlines() == ["", ""]
-    assert not read_events(tmp_path)
+    assert supervised(tmp_path, [-9, 2])[:2] == (2, ["", ""]) and not read_events(tmp_path)
 
 
 def test_a_restart_that_is_not_recorded_is_said(tmp_path):
     (tmp_path / "config.toml").touch()
     (tmp_path / "events.jsonl").mkdir()
-    notes, command = [], [sys.executable, "-c", ENDS, str(tmp_path), json.dumps([-9, 0])]
-    assert supervise(command, tmp_path, resume=True, restarts=1, note=notes.append) == 0
-    assert re.fullmatch(r"the restart is not recorded: .*events\.jsonl cannot be written: Is a directory", notes[1])
+    code, _, notes = supervised(tmp_path, [-9, 0], resume=True)
+    message = r"the restart is not recorded: .*events\.jsonl cannot be written: Is a directory"
+    assert code == 0 and re.fullmatch(message, notes[1])
 
 
 def test_a_restart_is_recorded_after_an_event_that_a_kill_left_unfinished(make_config, tmp_path):
@@ -312,7 +311,6 @@ def test_memory_does_not_grow_after_the_first_steps(level, make_config, tmp_path
     settings = {"run": {"steps": 400, "save_every": 20}, "eval": {"every": 10, "batches": 1}}
     settings |= {"precision": {"level": level}, "inspect": {"every": 10}, "guard": {"spike": 8.0}}
     config = make_config(**settings).model_dump(mode="json", exclude_none=True)
-    assert parse_config(config).run.steps == 400
     command = [sys.executable, "-W", "ignore", "-c", MEASURE, json.dumps(config), str(tmp_path / "run")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from octavo.nn import weights
 from octavo.runtime.stopwatch import Stopwatch, timed
-from octavo.train import NonFiniteError, RunResult, disk, load_config, loss_scale, read_metrics, run
+from octavo.train import NonFiniteError, RunResult, disk, load_config, loss_scale, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.config.run_config import parse_config
 from octavo.train.config.sections import PrecisionConfig
 from octavo.train.diagnose import advice
 from octavo.train.record.metrics import read_events
@@ -72,16 +71,14 @@ def test_a_model_that_sees_later_tokens(parameters, make_config, tmp_path):
     run(make_config(model=decoder, run={"steps": 1}, optim={"warmup": 0}), out=tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {"model": GPT2},
-        {"precision": {"level": "fp8", "recipe": "tensorwise"}},  # one scale for all tokens, the last one included
-        {"precision": {"checkpointing": "selective", "level": "fp8"}},
-        {"data": {"sequence_length": 1}},
-    ],
-)
+CAUSAL = [
+    {}, {"model": GPT2}, {"data": {"sequence_length": 1}},
+    {"precision": {"level": "fp8", "checkpointing": "selective"}},
+    {"precision": {"level": "fp8", "recipe": "tensorwise"}},  # one scale for all tokens, the last one included
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sections", CAUSAL)
 def test_a_causal_model_passes_and_is_left_as_it_was(sections, make_config):
     config = make_config(**sections)
     trainer = make_trainer(config)
@@ -333,13 +330,24 @@ def test_a_failure_leaves_the_checkpoints_before_it(make_config, tmp_path, monke
     assert re.search(r"Where that fails again, remove \S*step-000004 to resume \S*step-000003$", message)
 
 
-def test_weights_that_have_diverged_are_nothing_to_go_on_from(make_config, tmp_path):
-    diverging = {"lr": 1e30, "warmup": 0, "clip": 0.0}
-    with pytest.raises(NonFiniteError, match="No checkpoint was saved: run anew .*optim.weight_decay"):
-        run(make_config(optim=diverging), out=tmp_path / "a")
-    assert not (tmp_path / "a" / "checkpoints").exists()
-    with pytest.raises(NonFiniteError, match="No checkpoint is left.* weights of .*01 have diverged. Run anew"):
-        run(make_config(optim=diverging, run={"save_every": 1}), out=tmp_path / "b")
+DIVERGING = {"lr": 1e30, "warmup": 0, "clip": 0.0}
+DIVERGED = [
+    (DIVERGING, 0, "No checkpoint was saved: run anew .*optim.weight_decay"),
+    (DIVERGING, 1, "No checkpoint is left.* weights of .*01 have diverged. Run anew"),
+    ({"lr": 1e39, "warmup": 0, "schedule": "constant"}, 1,
+     r"step 1: its update was not finite; .* parameter model\..*No checkpoint was saved: run anew with a lower"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("optim", "save_every", "message"), DIVERGED)
+def test_weights_that_have_diverged_are_nothing_to_go_on_from(optim, save_every, message, make_config, tmp_path):
+    with pytest.raises(NonFiniteError, match=message):
+        run(make_config(optim=optim, run={"save_every": save_every}), out=tmp_path)
+    assert (latest_checkpoint(tmp_path) is None) == ("No checkpoint was saved" in message)
+    assert RunResult.read(tmp_path).stopped == "non-finite"
+
+
+def test_advice_names_the_checkpoint_before():
     text = advice([Path("a")], [Path("b")], PrecisionConfig(), converted=False, scales_loss=False)
     assert text.startswith("Remove b, whose weights have diverged, and resume a (--resume) with a lower optim.lr")
 
@@ -353,15 +361,6 @@ def test_a_non_finite_gradient_stops_with_the_layer_named(make_config, tmp_path,
     with pytest.raises(NonFiniteError, match=r"gradient of model\.layers\.1\.input_layernorm\.weight") as caught:
         run(make_config(), out=tmp_path)
     assert str(caught.value).startswith("step 3: the gradient is not finite")
-
-
-def test_parameters_that_are_not_finite_are_not_saved(make_config, tmp_path):
-    config = make_config(optim={"lr": 1e39, "schedule": "constant", "warmup": 0}, run={"save_every": 1})
-    message = r"step 1: its update was not finite; .* parameter model\..*No checkpoint was saved: run anew with a lower"
-    with pytest.raises(NonFiniteError, match=message) as caught:
-        run(config, out=tmp_path)
-    assert caught.value.step == 1 and latest_checkpoint(tmp_path) is None
-    assert RunResult.read(tmp_path).stopped == "non-finite"
 
 
 def test_scaling_that_never_recovers_stops(make_config, tmp_path, monkeypatch):

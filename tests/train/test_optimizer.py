@@ -4,26 +4,18 @@ from itertools import product
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import GROUPS, ONE_BLOCK, recorded, refused_run, saved
+from tiny_runs import GROUPS, ONE_BLOCK, recorded, refused_run, rejected, saved
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
-from octavo.train import read_metrics, run
+from octavo.train import ConfigError, read_metrics, run
+from octavo.train import optimizer as optimizer_module
 from octavo.train.checkpoint.export import export
 from octavo.train.checkpoint.pretrained import LANGUAGE
 from octavo.train.checkpoint.retention import latest_checkpoint
-from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Optim
 from octavo.train.model import build_of_kind
-from octavo.train.optimizer import (
-    Fp8StateOptimizer,
-    MasterWeightOptimizer,
-    TrainerOptimizer,
-    average_decay,
-    decayed_parameters,
-    learning_rate,
-    parameter_settings,
-)
+from octavo.train.optimizer import MasterWeightOptimizer, decayed_parameters, parameter_settings
 from support.dispatch_modes import Passing
 
 OPTIM = Optim(lr=1e-3, weight_decay=0.1, clip=0.0)
@@ -36,7 +28,7 @@ def make_model(dtype):
 
 def make_optimizer(states, model, optim, master):
     if states == "fp8":
-        return Fp8StateOptimizer(model, optim, states="fp8", master=None)
+        return optimizer_module.Fp8StateOptimizer(model, optim, states="fp8", master=None)
     return MasterWeightOptimizer(model, optim, master=master)
 
 
@@ -234,7 +226,7 @@ def test_the_norm_is_of_unscaled_gradients_and_shows_overflow():
 
 def rates(steps, **keys):
     optim = Optim.model_validate({"lr": 2.0, "min_lr_ratio": 0.1} | keys)
-    return [learning_rate(optim, step, steps) for step in range(steps)]
+    return [optimizer_module.learning_rate(optim, step, steps) for step in range(steps)]
 
 
 RATES = {
@@ -249,10 +241,6 @@ def test_learning_rates(schedule):
     curve = rates(110, schedule=schedule, warmup=10, **({"decay": 0.2} if schedule == "wsd" else {}))
     assert curve[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
     assert {step: curve[step] for step in expected} == pytest.approx(expected, abs=1e-3)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
-def test_rates_stay_in_range(schedule):
     for warmup, steps in product((0, 1, 3, 50), (1, 2, 7)):
         assert all(0 < rate <= 2.0 for rate in rates(steps, schedule=schedule, warmup=warmup))
 
@@ -271,11 +259,8 @@ def optim(*groups, **keys):
 
 
 def test_the_first_match_counts():
-    groups = (
-        {"match": "layers.1.weight", "lr": 1e-4}, {"match": "layers.*", "weight_decay": 0.5},
-        {"match": "norm", "lr": 3e-3},
-    )  # fmt: skip
-    settings = parameter_settings(Model(), optim(*groups))
+    layers = {"match": "layers.1.weight", "lr": 1e-4}, {"match": "layers.*", "weight_decay": 0.5}
+    settings = parameter_settings(Model(), optim(*layers, {"match": "norm", "lr": 3e-3}))
     rows = {name: (row.group, row.lr, row.weight_decay) for name, row in settings.items()}
     assert rows == {
         "embed.weight": (-1, 1e-2, 0.1), "layers.0.weight": (1, 1e-2, 0.5), "layers.0.bias": (1, 1e-2, 0.5),
@@ -297,8 +282,7 @@ def test_the_first_match_counts():
 def test_a_pattern_that_matches_nothing(groups, message):
     model = Model()
     model.frozen = nn.Linear(4, 4).requires_grad_(False)
-    with pytest.raises(ConfigError, match=message):
-        parameter_settings(model, optim(*groups))
+    rejected(message, lambda: parameter_settings(model, optim(*groups)))
     parameter_settings(model, optim(*groups), part=True)
 
 
@@ -350,7 +334,7 @@ PRECISIONS = [{}, {"level": "fp8+activations+optimizer"}, {"parameters": "fp32"}
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 def test_it_is_the_average_of_the_masters(precision, make_config, tmp_path, monkeypatch):
-    step, masters = TrainerOptimizer.step, []
+    step, masters = optimizer_module.TrainerOptimizer.step, []
 
     def recorded(optimizer, *args, **options):
         if not masters:
@@ -358,11 +342,11 @@ def test_it_is_the_average_of_the_masters(precision, make_config, tmp_path, monk
         step(optimizer, *args, **options)
         masters.append([values.clone() for values in optimizer.masters()])
 
-    monkeypatch.setattr(TrainerOptimizer, "step", recorded)
+    monkeypatch.setattr(optimizer_module.TrainerOptimizer, "step", recorded)
     run(make_config(precision=precision, optim={"ema": 0.5}), out=tmp_path / "run")
     average = [values.double() for values in masters[0]]
     for number, values in enumerate(masters[1:]):
-        decay = average_decay(0.5, number)
+        decay = optimizer_module.average_decay(0.5, number)
         average = [decay * old + (1 - decay) * new.double() for old, new in zip(average, values, strict=True)]
     state = {name: value for name, value in saved(tmp_path / "run").items() if name.startswith("ema.")}
     for value, expected in zip(state.values(), average, strict=True):

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import LLAMA, load, recorded, slow
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from tiny_runs import LLAMA, load, make_trainer, recorded, rejected, slow
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, masking_utils
 
 import octavo
 from octavo.nn.causal import IGNORE
@@ -28,7 +28,6 @@ from octavo.train.packed_attention import NAME, document_offsets, documents, is_
 from octavo.train.probe import check_causal
 from octavo.train.run_plan import plan_configured, plan_memory
 from octavo.train.tasks.language import _named
-from octavo.train.trainer import Trainer
 
 PACKED = {"packing": "documents", "sequence_length": 48}
 
@@ -84,11 +83,9 @@ MODELS = {
 )
 def test_losses_of_documents_are_those_on_their_own(model, attention, make_config, lines):
     kind, fields = MODELS[model]
-    config = make_config(
-        model={"type": kind, "config": fields}, data=PACKED | lines, precision={"parameters": "fp32"}
-    )  # fmt: skip
-    data = load(config)
-    trainer = Trainer(config, data, torch.device("cpu"))
+    model, precision = {"type": kind, "config": fields}, {"parameters": "fp32"}
+    trainer = make_trainer(make_config(model=model, data=PACKED | lines, precision=precision))
+    data = trainer.task.data
     trainer.model.set_attn_implementation(attention)
     trainer.check_causal()
     net = trainer.model.eval()
@@ -129,16 +126,12 @@ MIXING = {
 @pytest.mark.parametrize("kind", MIXING)
 def test_models_that_mix_documents(kind, make_config, lines):
     fields, message = MIXING[kind]
-    config = make_config(model={"type": kind, "config": fields}, data=PACKED | lines)
-    data = load(config)
-    with pytest.raises(ConfigError, match=message):
-        Trainer(config, data, torch.device("cpu")).check_causal()
+    trainer = make_trainer(make_config(model={"type": kind, "config": fields}, data=PACKED | lines))
+    rejected(message, trainer.check_causal)
 
 
 def test_the_probe_finds_a_model_that_ignores_positions(make_config, lines):
     data = load(make_config(data=PACKED | lines))
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **LLAMA))
     inputs, _ = data.batch(0, 0, 1)
@@ -150,13 +143,10 @@ def test_the_probe_finds_a_model_that_ignores_positions(make_config, lines):
 @pytest.mark.thorough
 def test_gradients_are_of_the_mean_over_all_targets(make_config, lines):
     """For micro-batches with other numbers of targets, beside a plain loop in fp32."""
-    config = make_config(
-        data=PACKED | lines, precision={"parameters": "fp32", "loss": "whole"}, optim={"batch": 8, "micro_batches": 4}
-    )
-    data = load(config)
-    trainer = Trainer(config, data, torch.device("cpu"))
+    precision, optim = {"parameters": "fp32", "loss": "whole"}, {"batch": 8, "micro_batches": 4}
+    trainer = make_trainer(make_config(data=PACKED | lines, precision=precision, optim=optim))
     trainer._autocast = nullcontext  # all of it in fp32
-    inputs, targets = data.batch(3, 0, 8)
+    inputs, targets = trainer.task.data.batch(3, 0, 8)
     targets[:2] = IGNORE  # of the first micro-batch none counts
     targets[2, 3:] = IGNORE
     loss = trainer.forward_backward(inputs, targets)
@@ -286,8 +276,7 @@ def test_what_it_does_not_compute(kind, make_config, lines):
     fields = {name: value for name, value in fields.items() if name != "vocab_size"}
     config = make_config(model={"type": kind, "config": fields, "attention": "varlen"}, data=PACKED | lines)
     tokenizer = load(config).tokenizer
-    with pytest.raises(ConfigError, match=message):
-        build_model(config, tokenizer)
+    rejected(message, build_model, config, tokenizer)
     config = make_config(model={"type": kind, "config": fields}, data=PACKED | lines)
     model = build_model(config, tokenizer)
     own = model.config._attn_implementation
@@ -482,9 +471,8 @@ def test_a_device_is_tried_beside_a_mask(fault, monkeypatch):
         if fault == "raises":
             raise RuntimeError("no kernel image is available")
         window = (window_size[0] + 1, 0) if fault == "window" and window_size[0] > 0 else window_size
-        return original(
-            q, k, v, offsets[[0, -1]] if fault == "documents" else offsets, *rest, window_size=window, **options
-        )
+        offsets = offsets[[0, -1]] if fault == "documents" else offsets
+        return original(q, k, v, offsets, *rest, window_size=window, **options)
 
     monkeypatch.setattr(packed_attention, "varlen_attn", faulty)
     with torch.no_grad():  # wherever it is asked

@@ -6,18 +6,16 @@ accumulation, clipping, schedule, weight decay and optimizer are written anew in
 
 import math
 import re
+from collections import namedtuple
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import load, make_trainer, slow
-from torch import Tensor
+from tiny_runs import load, make_trainer, rejected, slow
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo import convert
-from octavo.train.config.run_config import ConfigError
 from octavo.train.model import draw_once, prepare_loss
 
 TEXT = {
@@ -29,10 +27,8 @@ BAMBA = TEXT | {
     "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
     "mamba_expand": 2, "mamba_chunk_size": 8, "z_loss_coefficient": 1e-2,
 }  # fmt: skip
-GPT2 = {
-    "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}  # fmt: skip
+GPT2 = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+GPT2 |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 FAMILIES = {
     "llama": TEXT,
     "qwen3": TEXT | {"head_dim": 8},
@@ -50,30 +46,15 @@ FAMILIES = {
 """Three with a router's loss, one with a z-loss, a soft cap, two logit scales, and plain ones."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 NOT_DECAYED = re.compile(r"(norm|ln_|bias$|A_log$|\.D$)")
-
-
-@dataclass
-class Curve:
-    """Losses, gradient norms and learning rates of some steps, and the weights before and after them."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    start: dict[str, Tensor] = field(default_factory=dict)
-    weights: dict[str, Tensor] = field(default_factory=dict)
+Curve = namedtuple("Curve", "losses norms rates start weights")
+"""Losses, gradient norms and learning rates of some steps, and the weights before and after them."""
 
 
 def trained(config):
     trainer = make_trainer(config)
-    curve = Curve(start=_copy(dict(trainer.model.named_parameters())))
-    for _ in range(config.run.steps):
-        row = trainer.train_step()
-        assert row.loss is not None and row.grad_norm is not None
-        curve.losses.append(row.loss)
-        curve.norms.append(row.grad_norm)
-        curve.rates.append(row.lr)
-    curve.weights = _copy(dict(trainer.model.named_parameters()))
-    return curve
+    named = dict(trainer.model.named_parameters())
+    start, rows = _copy(named), [trainer.train_step() for _ in range(config.run.steps)]
+    return Curve(*zip(*((row.loss, row.grad_norm, row.lr) for row in rows), strict=True), start, _copy(named))
 
 
 def reference(config, noise=0.0, seed=0):
@@ -101,7 +82,7 @@ def reference(config, noise=0.0, seed=0):
         betas=optim.betas, eps=optim.eps, fused=True,
     )  # fmt: skip
     scale = precision.loss_scale if isinstance(precision.loss_scale, float | int) else 1.0
-    curve = Curve(start=_copy(named))
+    start, rows = _copy(named), []
     for step in range(config.run.steps):
         inputs, targets = corpus.batch(config.run.seed, step, optim.batch)
         loss = torch.zeros(())
@@ -118,16 +99,13 @@ def reference(config, noise=0.0, seed=0):
         rate = rate_of(config, step)
         for group in adamw.param_groups:
             group["lr"] = rate
-        curve.losses.append(loss.item())
-        curve.norms.append(torch.nn.utils.clip_grad_norm_(masters.values(), optim.clip).item())
-        curve.rates.append(rate)
+        rows.append((loss.item(), torch.nn.utils.clip_grad_norm_(masters.values(), optim.clip).item(), rate))
         adamw.step()
         adamw.zero_grad()
         with torch.no_grad():
             for name, p in named.items():
                 p.copy_(masters[name])
-    curve.weights = _copy(named)
-    return curve
+    return Curve(*zip(*rows, strict=True), start, _copy(named))
 
 
 def _copy(params):
@@ -259,5 +237,4 @@ def test_labels_reach_the_right_tokens(kind):
         model.loss_function = lambda logits, labels, vocab_size, **_: F.cross_entropy(
             logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         )
-        with pytest.raises(ConfigError, match="does not predict the token of shift_labels from each token"):
-            prepare_loss(model, "whole")
+        rejected("does not predict the token of shift_labels from each token", prepare_loss, model, "whole")

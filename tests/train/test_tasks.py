@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_runs import Recorder, assert_resumes, build_task, image_tables, refused_run, slow
+from tiny_runs import Recorder, assert_resumes, build_task, image_tables, refused_run, rejected, slow
 
 from octavo.nn.causal import IGNORE
 from octavo.train import ConfigError, RunResult, load_config, parse_config, read_metrics, run, run_plan
@@ -89,8 +89,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=lambda case: str(case)[:40])
 def test_mistakes(changes, message):
-    with pytest.raises(ConfigError, match=message.replace('"', "[\"']?")):
-        parse_config(vit_tables(**changes))
+    rejected(message.replace('"', "[\"']?"), lambda: parse_config(vit_tables(**changes)))
 
 
 @pytest.mark.thorough
@@ -199,15 +198,12 @@ def test_latents_are_read_as_they_are(tmp_path):
     pixels, labels = latents().examples([0, 5])
     assert labels.tolist() == [0, 1] and pixels.dtype == torch.float32
     assert torch.equal(pixels[1], torch.from_numpy(np.load(tmp_path / "dog" / "2.npy").astype(np.float32)))
-    with pytest.raises(ConfigError, match=r"cat/0.npy is float16 \[4, 8, 8\]; the model takes"):
-        latents(channels=3)
+    rejected(r"cat/0.npy is float16 \[4, 8, 8\]; the model takes", latents, channels=3)
     np.save(tmp_path / "dog" / "1.npy", np.full((4, 8, 8), np.nan, np.float32))
-    with pytest.raises(ConfigError, match="dog/1.npy holds NaN"):
-        latents()
+    rejected("dog/1.npy holds NaN", latents)
     for name, message in (("1.npy", "dog/1.npy cannot be read"), ("1.png", "both images and latents")):
         (tmp_path / "dog" / name).write_bytes(b"no array")
-        with pytest.raises(ConfigError, match=message):
-            latents()
+        rejected(message, latents)
 
 
 @pytest.mark.thorough
@@ -219,8 +215,7 @@ def test_a_run_resumes_bit_for_bit_and_exports_to_diffusers(tmp_path):
     assert [row.step for row in read_metrics(tmp_path / "whole") if row.held_out] == [2, 4]
     assert_resumes(config, tmp_path)
     checkpoint = tmp_path / "whole" / "checkpoints" / "step-000004"
-    with pytest.raises(ConfigError, match="is a layout of language models"):
-        export(checkpoint, tmp_path / "fp8", to="fp8-row")
+    rejected("is a layout of language models", export, checkpoint, tmp_path / "fp8", to="fp8-row")
     export(checkpoint, tmp_path / "exported")
     model = diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / "exported")
     trained = diffusers.DiTTransformer2DModel.from_pretrained(checkpoint)
@@ -314,9 +309,8 @@ def test_exact_match_is_that_of_greedy_decoding(task):
     data._targets[rows] = IGNORE
     for number, row in enumerate(rows):
         ids, pixels = inputs["input_ids"][number : number + 1, :10], inputs["pixel_values"][number : number + 1]
-        decoded = model.generate(
-            input_ids=ids, pixel_values=pixels, max_new_tokens=3, do_sample=False, eos_token_id=None
-        )
+        greedy = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+        decoded = model.generate(input_ids=ids, pixel_values=pixels, **greedy)
         answer = decoded[0, 10:].numpy()
         data._inputs[row, 10:13] = answer
         data._targets[row, 9:12] = answer
@@ -355,11 +349,9 @@ def test_files_are_read_and_too_few_or_too_long_are_errors(tmp_path):
     torch.testing.assert_close(inputs["pixel_values"][0, :, 0, 0], torch.tensor([1.0, -1.0, -1.0]), rtol=0, atol=0.1)
     assert len(targets.unique(dim=0)) == 1
     few = parse_config(llava_tables(data=data, optim={"batch": 9}, model={"config": LLAVA | VISION}))
-    with pytest.raises(ConfigError, match=r"8 examples to train on .* fewer than optim.batch = 9"):
-        load(few)
+    rejected(r"8 examples to train on .* fewer than optim.batch = 9", load, few)
     short = parse_config(llava_tables(data=data | {"sequence_length": 5}, model={"config": LLAVA | VISION}))
-    with pytest.raises(ConfigError, match=r"too short for 10 of 10 records: record 0 .* 4 of them the image's"):
-        load(short)
+    rejected(r"too short for 10 of 10 records: record 0 .* 4 of them the image's", load, short)
 
 
 MISFITS = [
@@ -382,8 +374,7 @@ MISFITS = [
 
 @pytest.mark.parametrize(("tables", "model", "message"), MISFITS, ids=lambda case: str(case)[:40])
 def test_models_that_do_not_fit(tables, model, message):
-    with pytest.raises(ConfigError, match=message):
-        build_task(parse_config(tables(model=model)))
+    rejected(message, lambda: build_task(parse_config(tables(model=model))))
 
 
 def test_patterns_match_whole_names_and_ends(task):
@@ -445,8 +436,12 @@ def test_a_folder_of_images_for_each_class(tmp_path):
     assert torch.equal(pixels[:, 0, 0, 0] == 1, labels == 1)
     assert task_of(config)(config, data).build().config.id2label == {0: "blue", 1: "red"}
     (tmp_path / "images" / "red" / "3.png").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"the image .*3\.png does not decode"):
-        load(config)
+    rejected(r"the image .*3\.png does not decode", load, config)
+
+
+def with_blocks(decoder, tower):
+    sizes = {"text_config": decoder, "vision_config": tower}
+    return LLAVA | {name: LLAVA[name] | {"num_hidden_layers": count} for name, count in sizes.items()}
 
 
 LATER = [("bf16", [-3, -2]), ("bf16", -6), ("fp8+activations", -1), ("fp8+activations", 3)]
@@ -456,13 +451,9 @@ LATER = [("bf16", [-3, -2]), ("bf16", -6), ("fp8+activations", -1), ("fp8+activa
 @pytest.mark.thorough
 def test_a_few_blocks_of_tower_and_decoder_stand_for_all(level, layer, monkeypatch):
     """Features may be those of any block; of one that a short tower does not have, the tower runs whole."""
-    config = {
-        **LLAVA, "vision_feature_layer": layer, "text_config": LLAVA["text_config"] | {"num_hidden_layers": 6},
-        "vision_config": LLAVA["vision_config"] | {"num_hidden_layers": 8 if level == "bf16" else 6},
-    }  # fmt: skip
-    run = parse_config(
-        llava_tables(model={"config": config}, precision={"level": level, "min_features": 16}, optim={"batch": 4})
-    )
+    config = with_blocks(6, 8 if level == "bf16" else 6) | {"vision_feature_layer": layer}
+    precision = {"level": level, "min_features": 16}
+    run = parse_config(llava_tables(model={"config": config}, precision=precision, optim={"batch": 4}))
     with all_blocks():
         whole = plan_memory(run)
     traced, copy = [], run_plan.copy_with_blocks
@@ -481,12 +472,7 @@ def test_a_few_blocks_of_tower_and_decoder_stand_for_all(level, layer, monkeypat
 @pytest.mark.thorough
 def test_the_decoder_is_recomputed_in_copies_with_few_blocks(checkpointing):
     """Also where the short tower has as many blocks."""
-    sizes = {"num_hidden_layers": 6}
-    config = LLAVA | {
-        "text_config": LLAVA["text_config"] | sizes,
-        "vision_config": LLAVA["vision_config"] | {"num_hidden_layers": 5},
-    }
-    run = parse_config(llava_tables(model={"config": config}, precision={"checkpointing": checkpointing}))
+    run = parse_config(llava_tables(model={"config": with_blocks(6, 5)}, precision={"checkpointing": checkpointing}))
     few = plan_memory(run).at_peak
     with all_blocks():
         assert plan_memory(run).at_peak == few
@@ -559,8 +545,7 @@ def test_files_that_are_no_images_of_a_class(tmp_path):
     ],
 )
 def test_folders_that_would_be_read_otherwise_than_meant(names, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        load(folder_of(tmp_path, names))
+    rejected(message, lambda: load(folder_of(tmp_path, names)))
 
 
 def test_the_class_that_changed_before_a_resume_is_named(tmp_path):
@@ -585,11 +570,9 @@ def test_a_file_that_changes_during_a_run(kind, tmp_path):
     data = ImageFiles([path], hash_files([path]), SHAPE, latents=kind != "image")
     data.pixels([0])
     path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(ConfigError, match=rf"a\.{path.suffix[1:]} changed after the run began"):
-        data.pixels([0])
+    rejected(rf"a\.{path.suffix[1:]} changed after the run began", data.pixels, [0])
     path.unlink()
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        data.pixels([0])
+    rejected("cannot be read: No such file", data.pixels, [0])
 
 
 def test_examples_of_one_image_are_on_the_same_side():
@@ -642,14 +625,12 @@ def says(*turns):
     ],
 )
 def test_mistakes_in_records(bad, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        image_text(tmp_path / "data", [record(), bad])
+    rejected(message, lambda: image_text(tmp_path / "data", [record(), bad]))
 
 
 @pytest.mark.parametrize(("content", "message"), [("[" * 100_000, "recursion limit"), ("[]", "has no record")])
 def test_files_without_records(content, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        image_text(tmp_path / "data", content)
+    rejected(message, image_text, tmp_path / "data", content)
 
 
 def test_a_placeholder_that_text_has_too(tmp_path):
