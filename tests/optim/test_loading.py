@@ -10,6 +10,7 @@ from torch import nn
 from octavo.kernels.adamw.reference import expand
 from octavo.numerics import sqnr
 from octavo.optim import AdamW
+from support.refusals import refused
 from tensors import same
 
 SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.2}
@@ -64,8 +65,7 @@ def test_torch_adamw_takes_no_fp8_codes_for_moments(choice):
     before = [param.detach().clone() for param in params]
     theirs = torch.optim.AdamW(params, foreach=choice == "foreach", fused=choice == "fused")
     theirs.load_state_dict(ours.state_dict())
-    with pytest.raises(KeyError, match="exp_avg"):
-        train(theirs, params, 1)
+    refused("exp_avg", train, theirs, params, 1, kind=KeyError)
     assert same(before, params)
 
 
@@ -198,8 +198,7 @@ def test_other_states_are_refused_and_nothing_changes(case):
     optimizer = AdamW(params, lr=3e-3)
     train(optimizer, params, 2)
     before, groups = copy.deepcopy(optimizer.state_dict()["state"]), copy.deepcopy(optimizer.param_groups)
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(saved)
+    refused(message, optimizer.load_state_dict, saved)
     for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
         assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
     after = optimizer.state_dict()["state"]
@@ -213,8 +212,7 @@ def test_groups_of_other_sizes_are_refused():
     params = parameters()
     _, saved = torch_saved(params)
     optimizer = AdamW([{"params": params[:1]}, {"params": params[1:]}])
-    with pytest.raises(ValueError, match=r"has groups of \[1, 6\] parameters"):
-        optimizer.load_state_dict(saved)
+    refused(r"has groups of \[1, 6\] parameters", optimizer.load_state_dict, saved)
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -230,5 +228,4 @@ def test_an_optimizer_that_loaded_a_state_loads_another(copied):
         optimizer.load_state_dict(state)
         assert optimizer.state_dict()["param_groups"] == state["param_groups"]
     state["param_groups"][0].pop("betas")
-    with pytest.raises(ValueError, match="it has no betas"):
-        optimizer.load_state_dict(state)
+    refused("it has no betas", optimizer.load_state_dict, state)

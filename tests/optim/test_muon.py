@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from test_sharded import Weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,21 +14,21 @@ from octavo.numerics.error import sqnr
 from octavo.optim import AdamW, Muon, muon
 from octavo.tensor import local_tensor
 from processes import on_ranks
+from support.refusals import refused
 from tensors import randn, same
 
 SHAPES = [(96, 128), (128, 96), (64, 64), (7, 130)]
 
 
-def parameters(shapes=SHAPES, dtype=torch.float32):
-    return [nn.Parameter(randn(*shape, seed=i).to(dtype)) for i, shape in enumerate(shapes)]
+def parameters(dtype=torch.float32):
+    return list(Weights(dtype, SHAPES).parameters())
 
 
 def take_steps(optimizer, params, numbers):
     for number in numbers:
         for i, param in enumerate(params):
-            param.grad = (randn(*param.shape, seed=100 * number + i) + 0.5 * randn(*param.shape, seed=i)).to(
-                param.dtype
-            )
+            grad = randn(*param.shape, seed=100 * number + i) + 0.5 * randn(*param.shape, seed=i)
+            param.grad = grad.to(param.dtype)
         optimizer.step()
 
 
@@ -110,8 +111,7 @@ def test_a_scaled_step_is_one_with_multiplied_gradients(states):
         scaled.step_scaled(factor)
         plain.step()
     assert all(map(torch.equal, first, second))
-    with pytest.raises(ValueError, match="finite factor; got nan"):
-        scaled.step_scaled(float("nan"))
+    refused("finite factor; got nan", scaled.step_scaled, float("nan"))
     assert all(map(torch.equal, first, second))
     scaled.step()  # multiplies no more
     for one, two in zip(first, second, strict=True):
@@ -122,21 +122,22 @@ def test_a_scaled_step_is_one_with_multiplied_gradients(states):
 
 @pytest.mark.parametrize("master", ["remainder", "fp32", None])
 def test_a_loaded_state_continues_bitwise(master):
+    def muon_of(params, both=True):
+        groups = [{"params": params[:3], "muon": both}, {"params": params[3:], "muon": False}]
+        return Muon(groups, lr=1e-2, master=master)
+
     params = parameters(dtype=torch.bfloat16)
-    options = {"lr": 1e-2, "master": master}
-    optimizer = Muon([{"params": params[:3]}, {"params": params[3:], "muon": False}], **options)
+    optimizer = muon_of(params)
     take_steps(optimizer, params, range(3))
     state = copy.deepcopy(optimizer.state_dict())
     twins = [nn.Parameter(param.detach().clone()) for param in params]
-    restored = Muon([{"params": twins[:3]}, {"params": twins[3:], "muon": False}], **options)
+    restored = muon_of(twins)
     restored.load_state_dict(state)
     take_steps(optimizer, params, range(3, 6))
     take_steps(restored, twins, range(3, 6))
     assert same(params, twins)
-    with pytest.raises(ValueError, match=r"does not fit: exp_avg_sq_fp8 is none, expected"):
-        Muon([{"params": twins[:3], "muon": False}, {"params": twins[3:], "muon": False}]).load_state_dict(
-            state | {"param_groups": [group | {"muon": False} for group in state["param_groups"]]}
-        )
+    state["param_groups"][0]["muon"] = False
+    refused(r"does not fit: exp_avg_sq_fp8 is none, expected", muon_of(twins, False).load_state_dict, state)
 
 
 @pytest.mark.parametrize(
@@ -159,19 +160,14 @@ def test_mistakes(shape, options, message):
         Muon([nn.Parameter(torch.zeros(shape))], **options)
 
 
-class Weights(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.weights = nn.ParameterList(parameters([*SHAPES, (2, 40), (6, 24, 64), (9,)], dtype))
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize(("dtype", "states"), [(torch.bfloat16, "fp8"), (torch.float32, "fp32")], ids=str)
 @on_ranks(3)
 def test_shards_have_the_numbers_of_one_process(dtype, states):
     """Rows of sharded matrices, bit for bit; other shards raise."""
     mesh = init_device_mesh("cpu", (3,))
-    models = Weights(dtype), fully_shard(Weights(dtype), mesh=mesh)
+    whole, part = (Weights(dtype, [*SHAPES, (2, 40), (6, 24, 64), (9,)]) for _ in range(2))
+    models = whole, fully_shard(part, mesh=mesh)
     optimizers = []
     for model in models:
         params = list(model.parameters())
@@ -187,5 +183,4 @@ def test_shards_have_the_numbers_of_one_process(dtype, states):
         rows = distribute_tensor(whole.detach(), mesh, [Shard(0)]).to_local()
         assert torch.equal(rows, local_tensor(part).detach())
     columns = nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, [Shard(1)]))
-    with pytest.raises(ValueError, match="Muon needs whole matrices"):
-        Muon([columns], states="fp32")
+    refused("Muon needs whole matrices", Muon, [columns], states="fp32")

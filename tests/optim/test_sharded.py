@@ -40,9 +40,9 @@ KINDS = [
 
 
 class Weights(nn.Module):
-    def __init__(self, dtype):
+    def __init__(self, dtype, shapes=SHAPES):
         super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(randn(*s, seed=i).to(dtype)) for i, s in enumerate(SHAPES))
+        self.weights = nn.ParameterList(nn.Parameter(randn(*s, seed=i, dtype=dtype)) for i, s in enumerate(shapes))
 
 
 def step(optimizer, model, number):
@@ -50,11 +50,9 @@ def step(optimizer, model, number):
         if parameter.requires_grad:
             gradient = randn(*parameter.shape, seed=1000 * number + i).to(parameter.dtype)
             if isinstance(parameter, DTensor):
-                rows = here(gradient, parameter)
-                place = (parameter.device_mesh, parameter.placements)
-                gradient = DTensor.from_local(
-                    rows, *place, run_check=False, shape=gradient.shape, stride=gradient.stride()
-                )
+                places = {"device_mesh": parameter.device_mesh, "placements": parameter.placements, "run_check": False}
+                whole = {"shape": gradient.shape, "stride": gradient.stride()}
+                gradient = DTensor.from_local(here(gradient, parameter), **places, **whole)
             parameter.grad = gradient
     optimizer.step()
 
@@ -121,9 +119,8 @@ def test_ranks_decide_together_about_nan(nonfinite, bad):
     for model, optimizer in (whole, sharded):
         step(optimizer, model, 0)
     model, optimizer = sharded
-    gradients = [randn(*shape, seed=i).bfloat16() for i, shape in enumerate(SHAPES)]
-    gradients[1][6, 5] = bad  # the last row
-    gradients[6][0, 0] = bad
+    gradients = [parameter.detach() for parameter in Weights(torch.bfloat16).parameters()]
+    gradients[1][6, 5] = gradients[6][0, 0] = bad  # in the last row, and in the first
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
     message = r"^the gradients or moments of 2 parameters contain NaN or Inf, the first of shape \[7, 128\]"
