@@ -1,6 +1,10 @@
 import copy
+import inspect
+import operator
+import pickle
 import re
 import sys
+import typing
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -8,38 +12,41 @@ from dataclasses import replace
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from models import gradients, llama
+from accelerate.utils.dataclasses import get_module_class_from_name
+from models import MLP, gradients, llama
 from torch import nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo.nn.convert import change_recipe
 from octavo.nn.linear import Linear
+from octavo.numerics.recipe import equalized
+from support.moe_models import mixture
+from support.refusals import refused
 from tensors import same
 
 
-class Odd(nn.Linear):
-    """A subclass with a forward of its own, which a converter must not replace."""
-
-    def forward(self, input):
-        return super().forward(input) + 1
-
-
-def test_everything_but_the_product_is_kept():
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_everything_but_products_and_what_is_stored_is_kept(activations):
     model = llama(tie_word_embeddings=True).eval()
+    block, kinds, seen = model.model.layers[1], [type(module) for module in model.modules()], []
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-    seen = []
-    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *a: seen.append(1))
+    hooked = [block.input_layernorm, block.self_attn, block.mlp.up_proj, block.mlp]
+    for module in hooked[::-1]:
+        module.register_forward_hook(lambda module, *_: seen.append(module))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters = dict(model.named_parameters())
     before = copy.deepcopy(model.state_dict())
-    octavo.convert(model, verbose=False)
+    octavo.convert(model, activations=activations, verbose=False)
+    assert all(isinstance(module, kind) for module, kind in zip(model.modules(), kinds, strict=True))
     assert not any(module.training for module in model.modules())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert not model.model.layers[0].mlp.up_proj.weight.requires_grad
     assert all(p is parameters[name] for name, p in model.named_parameters())
     model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
-    assert seen == [1]
+    assert seen == hooked
     assert same(before, dict(model.state_dict()))
     weight = model.model.layers[0].self_attn.q_proj.weight
     optimizer.step()
@@ -210,8 +217,7 @@ def test_a_dispatched_model_says_how_and_one_dispatched_later_computes_in_fp8():
 )
 @pytest.mark.parametrize("model", [None, [nn.Linear(2, 2)], "model", nn.Linear], ids=["None", "list", "str", "class"])
 def test_what_is_no_model_is_one_clear_error(call, model):
-    with pytest.raises(TypeError, match=r"takes a torch.nn.Module.*got (a NoneType|a list|a str|the class Linear)"):
-        call(model)
+    refused(r"takes a torch.nn.Module.*got (a NoneType|a list|a str|the class Linear)", call, model, kind=TypeError)
 
 
 def test_a_plan_can_be_stored_edited_and_carried_out():
@@ -299,8 +305,7 @@ def test_a_plan_of_a_smaller_model_names_the_layers_it_lacks():
     small = octavo.nn.rule_plan(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"does not name 4 of .* layers \(\{2-5\}\).*partial=True"):
-        octavo.convert(model, plan=small)
+    refused(r"does not name 4 of .* layers \(\{2-5\}\).*partial=True", octavo.convert, model, plan=small)
     assert snapshot(model) == before
     partial = octavo.Plan.from_json(replace(small, partial=True).to_json())
     assert partial.partial and not octavo.Plan.from_json(small.to_json()).partial
@@ -310,12 +315,11 @@ def test_a_plan_of_a_smaller_model_names_the_layers_it_lacks():
 
 
 def test_a_plan_is_checked_as_a_whole_before_anything_is_done():
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Odd(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Scaled(8, 8))
     good = octavo.numerics.Decision(recipe=octavo.RECIPES["rowwise"], reason="by hand")
     for name, message in (("1", "ReLU is not a linear layer"), ("2", "behaviour of its own")):
         before = snapshot(model)
-        with pytest.raises(ValueError, match=message):
-            octavo.convert(model, plan=octavo.Plan({"0": good, name: good}))
+        refused(message, octavo.convert, model, plan=octavo.Plan({"0": good, name: good}))
         assert snapshot(model) == before
     plan = octavo.Plan.from_json('{"modules": [{"name": "0", "recipe": "mxfp8", "reason": "by name"}]}')
     assert plan["0"].recipe is octavo.RECIPES["mxfp8"]
@@ -336,8 +340,7 @@ def test_a_sharded_layer_is_known_by_its_class_and_not_by_a_name():
 def test_revert_refuses_classes_made_after_conversion():
     model = octavo.convert(nn.Sequential(nn.Linear(8, 8)), verbose=False)
     torch.nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
-    with pytest.raises(ValueError, match="0 became a ParametrizedLinear after it was converted"):
-        octavo.revert(model)
+    refused("0 became a ParametrizedLinear after it was converted", octavo.revert, model)
     assert model(torch.randn(2, 8)).shape == (2, 8)
 
 
@@ -349,8 +352,7 @@ def test_report_follows_what_is_done_to_parts():
     assert (rows["lm_head"].recipe, rows["lm_head"].reason) == ("rowwise", "converted")
     assert rows["model.layers.0.mlp.up_proj"].reason == "not in the plan, or reverted since"
     octavo.revert(model)
-    with pytest.raises(ValueError, match="has no converted layer"):
-        octavo.revert(model.lm_head)
+    refused("has no converted layer", octavo.revert, model.lm_head)
 
 
 # --- a layer in another recipe: the model that converting it so at once would have made ---
@@ -417,6 +419,81 @@ def test_there_and_back_is_as_before():
 def test_mistakes_of_a_change_leave_the_model_as_it_was(name, recipe, message):
     model = octavo.convert(llama(), verbose=False)
     before = str(octavo.report(model))
-    with pytest.raises(ValueError, match=message):
-        change_recipe(model, name, recipe, reason="a test")
+    refused(message, change_recipe, model, name, recipe, reason="a test")
     assert str(octavo.report(model)) == before
+
+
+# --- frameworks read the class names and signatures of modules: those of a converted module are the original's ---
+
+
+class Named(nn.Linear):
+    """A linear whose argument has another name."""
+
+    scale: "Unwritten"  # noqa: F821  an annotation that nothing resolves
+
+    def forward(self, hidden: torch.Tensor) -> "torch.Tensor":
+        """Multiply."""
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+
+class Block(nn.Module):
+    """Owns linears, and stores what its operations save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), Named(128, 64)
+
+    def forward(self, x: torch.Tensor, residual: typing.Optional["torch.Tensor"] = None, *, scale: float = 1.0):
+        """Add the MLP."""
+        y = self.down(self.act(self.up(self.norm(x)))) * scale
+        return y if residual is None else y + residual
+
+
+KINDS = {
+    "linear": (nn.Linear, lambda: nn.Linear(64, 64), {}),
+    "equalized linear": (nn.Linear, lambda: nn.Linear(64, 64), {"recipe": equalized("rowwise")}),
+    "resident linear": (nn.Linear, lambda: nn.Linear(64, 64).requires_grad_(False), {"frozen": "fp8"}),
+    "subclass of a linear": (Named, lambda: nn.Sequential(Named(64, 64)), {}),
+    "Conv1D": (Conv1D, lambda: nn.Sequential(Conv1D(64, 64)), {}),
+    "experts": (None, lambda: mixture("mixtral"), {}),
+    "storing experts": (None, lambda: mixture("mixtral"), {"activations": "fp8"}),
+    "storing norm, gated MLP and activation": (LlamaRMSNorm, llama, {"activations": "fp8"}),
+    "storing block and root": (Block, Block, {"activations": "fp8"}),
+    "storing blocks": (nn.LayerNorm, lambda: nn.Sequential(Block(), MLP(), Block()), {"activations": "fp8"}),
+}
+
+
+def described(module: nn.Module) -> dict[str, typing.Any]:
+    """What frameworks read of a module."""
+    owner, forward = type(module), type(module).forward
+    names = operator.attrgetter("__name__", "__qualname__", "__module__", "__doc__")
+    return {
+        "names": names(owner), "names of forward": names(forward), "forward": inspect.unwrap(forward),
+        "annotations": inspect.get_annotations(owner), "hints": typing.get_type_hints(forward),
+        "signature": inspect.signature(forward), "bound": inspect.signature(module.forward),
+        "source": inspect.getsource(forward), "repr": module._get_name(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_converted_module_is_described_as_before(kind):
+    owner, make, arguments = KINDS[kind]
+    model = make()
+    before = [(described(module), type(module)) for module in model.modules()]
+    octavo.convert(model, verbose=False, **arguments)
+    changed = [module for module, (_, plain) in zip(model.modules(), before, strict=True) if type(module) is not plain]
+    assert changed and (owner is None or any(isinstance(module, owner) for module in changed))
+    for again in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for module, twin, (facts, plain) in zip(again.modules(), model.modules(), before, strict=True):
+            assert described(module) == facts and isinstance(module, plain) and type(module) is type(twin)
+            assert get_module_class_from_name(again, plain.__name__).__name__ == plain.__name__
+
+
+def test_an_argument_passes_by_the_name_that_the_signature_shows():
+    x = torch.randn(16, 64)
+    model = octavo.convert(nn.Sequential(Named(64, 64)), verbose=False)
+    assert torch.equal(model[0](hidden=x), model[0](x))
+    with pytest.raises(TypeError, match="positional arguments"):
+        model[0](x, hidden=x)
+    with pytest.raises(TypeError, match=r"Named.forward\(\) has no argument 'input'; it has \['hidden'\]"):
+        model[0](input=x)

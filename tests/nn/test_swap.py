@@ -3,6 +3,8 @@
 import copy
 import functools
 import pickle
+from itertools import chain, repeat
+from unittest import mock
 
 import pytest
 import torch
@@ -144,15 +146,8 @@ def test_a_class_with_odd_ways_is_converted_and_reverted(owner):
 
 
 def failing(function, call, error):
-    """A function that raises at its n-th call."""
-    calls = iter(range(call))
-
-    def failed(*args, **keywords):
-        if next(calls, None) is None:
-            raise error
-        return function(*args, **keywords)
-
-    return failed
+    """A function that raises after so many calls."""
+    return mock.Mock(wraps=function, side_effect=chain(repeat(mock.DEFAULT, call), repeat(error)))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
