@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from models import MLP, gradients, llama
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import octavo
@@ -23,17 +24,20 @@ by_compiled_recipe = pytest.mark.parametrize(
 )
 
 
-def save_products(ctx, op, *args, **kwargs):
-    saved = op == torch.ops.octavo.scaled_mm.default
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+def saving(policy):
+    """Selective checkpointing by a policy, or a list of the ops to save."""
+    return partial(checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
+
+
+def save_ours(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if "octavo" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 CHECKPOINTING = {
     "full": partial(checkpoint, use_reentrant=False),
     "reentrant": partial(checkpoint, use_reentrant=True),
-    "selective": partial(
-        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_products)
-    ),
+    "selective": saving([torch.ops.octavo.scaled_mm.default]),
+    "all ours": saving(save_ours),
 }
 
 
@@ -43,11 +47,6 @@ def run(model, x, wrapper=None):
     y = model(x) if wrapper is None else wrapper(model, x)
     y.float().pow(2).sum().backward()
     return gradients(model) | {"x": x.grad, "y": y.detach()}
-
-
-def unprefixed(tensors):
-    """Without the prefix that a compiled module gives its parameters."""
-    return {name.removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_compiles_without_graph_breaks_and_agrees_with_eager(name, backend):
     mlp = octavo.convert(MLP(dtype=torch.bfloat16), name, verbose=False)
     x = torch.randn(24, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = run(mlp, x)
-    actual = unprefixed(run(torch.compile(mlp, fullgraph=True, backend=backend), x))
+    actual = run(mlp, x, lambda mlp, x: torch.compile(mlp, fullgraph=True, backend=backend)(x))
     # Inductor fuses silu(gate) · up without rounding in between, so some values round to another FP8 code.
     gradients = E4M3 if backend == "aot_eager" else RECIPES[name].dgrad_g.format
     for key, value in expected.items():
@@ -138,16 +137,11 @@ def test_compile_keeps_no_more_than_eager(name):
 def test_selective_checkpointing_may_save_quantized_tensors():
     """A copy made outside the checkpointed region is not used inside: recomputation would not find it again."""
     first, second = (octavo.convert(torch.nn.Linear(64, 64), verbose=False) for _ in range(2))
-
-    def save_all(ctx, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if "octavo" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
     h = torch.randn(8, 64).requires_grad_() * 1
     expected = run(second, h.detach())
     second.zero_grad()
     y = first(h).sum() * 0
-    contexts = partial(create_selective_checkpoint_contexts, save_all)
-    z = checkpoint(second, h, use_reentrant=False, context_fn=contexts)
+    z = CHECKPOINTING["all ours"](second, h)
     first(h * 1)
     (z.pow(2).sum() + y).backward()
     assert same({k: v for k, v in expected.items() if k not in "xy"}, gradients(second))
@@ -167,8 +161,6 @@ def test_disabled_works_under_compile():
 
 @by_recipe
 def test_fake_tensors_tell_what_is_kept_without_computing(name):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     def kept(context):
         with context:
             mlp = octavo.convert(MLP(width=256, hidden=384, dtype=torch.bfloat16), name, verbose=False)

@@ -250,15 +250,26 @@ def test_evaluation_reads_s_and_changes_nothing():
         assert torch.equal(layer.train()(x), nn.functional.linear(x, layer.weight))
 
 
+class Twice(Attention):
+    """One layer in two checkpoints: the backward of the second use has run when the first use is computed again."""
+
+    def inner(self, x):
+        return self.out(x)
+
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_is_bitwise(use_reentrant):
-    plain, recomputed = model_of(), model_of()
+@pytest.mark.parametrize("kind", [Attention, Twice])
+def test_checkpointing_is_bitwise(kind, use_reentrant):
+    plain, recomputed = (octavo.convert(kind(), NAME, verbose=False) for _ in range(2))
     recomputed.checkpointing = use_reentrant
     for model in (plain, recomputed):
         model.k.weight.data[:, 7] = 1000  # another s for k alone
     for index in range(6):
         assert same(step(plain, index, 10.0**index), step(recomputed, index, 10.0**index))
-    assert plain.q.equalizer.passes == recomputed.q.equalizer.passes == 5
+    assert plain.out.equalizer.passes == recomputed.out.equalizer.passes >= 5
 
 
 # --- channels that are dead, or not finite ---
@@ -385,14 +396,10 @@ def test_readers_of_recomputed_x_with_scales_of_their_own():
     step(model, 0)
     for exponent, name in enumerate(("q", "k", "v")):
         equalizer = model.get_submodule(name).equalizer
-        equalizer.scales, equalizer.passes, equalizer.measurement = (
-            ChannelScales.of(torch.full((64,), exponent)),
-            33,
-            None,
-        )
-    for name, reference, actual in zip(
-        ["x", *dict(plain.named_parameters())], step(plain, 1), step(model, 1), strict=True
-    ):  # fmt: skip
+        equalizer.scales = ChannelScales.of(torch.full((64,), exponent))
+        equalizer.passes, equalizer.measurement = 33, None
+    names = ["x", *dict(plain.named_parameters())]
+    for name, reference, actual in zip(names, step(plain, 1), step(model, 1), strict=True):
         assert sqnr(reference, actual) > 15, name
 
 
@@ -448,28 +455,6 @@ def test_ranks_have_one_s():
 
 
 # --- what changes between a forward and its backward ---
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_layer_in_two_checkpoints_keeps_s_within_a_backward(use_reentrant):
-    """The backward of the second use has run when the first use is computed again."""
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer, self.checkpointing = nn.Linear(64, 64), False
-
-        def forward(self, x):
-            for _ in range(2):
-                x = checkpoint(self.layer, x, use_reentrant=use_reentrant) if self.checkpointing else self.layer(x)
-            return x
-
-    plain, recomputed = (octavo.convert(Twice(), NAME, verbose=False) for _ in range(2))
-    recomputed.checkpointing = True
-    for index in range(4):
-        pairs = zip(step(plain, index, 10.0**index), step(recomputed, index, 10.0**index), strict=True)
-        assert all(torch.equal(expected, actual) for expected, actual in pairs)
 
 
 def test_a_weight_gathered_with_other_scales_since_forward_is_refused():

@@ -91,14 +91,13 @@ def test_the_report_tells_what_the_filter_found():
     reason_of = reasons(model)
     assert reason_of["model.layers.0.mlp.up_proj"] == "linear: name matches '*.mlp.*', not in the last 2 of 4 blocks"
     assert reason_of["model.layers.3.mlp.down_proj"] == "linear: in_features 96 ≥ 96"
-    assert (
-        reason_of["model.layers.3.mlp.up_proj"] == "excluded by filter: in the last 2 of 4 blocks, in_features 64 < 96"
-    )
+    excluded = reason_of["model.layers.3.mlp.up_proj"]
+    assert excluded == "excluded by filter: in the last 2 of 4 blocks, in_features 64 < 96"
     assert reason_of["lm_head"].startswith("vocabulary head")
     converted = [row.name for row in octavo.report(model) if row.converted]
     assert len(converted) == 2 * 3 + 2 and all(".mlp." in name for name in converted)
     stored = octavo.Plan.from_json(model.octavo_plan.to_json())
-    assert stored["model.layers.3.mlp.up_proj"].reason == reason_of["model.layers.3.mlp.up_proj"]
+    assert stored["model.layers.3.mlp.up_proj"].reason == excluded
 
 
 def test_recipes_by_filter():
@@ -218,10 +217,8 @@ def test_precision_says_which_layers_too():
     ]
     assert reason_of["model.layers.2.mlp.up_proj"] == "skipped by pattern '*.up_proj'"
     assert reason_of["model.layers.0.mlp.gate_proj"] == "excluded by filter: in the first of 4 blocks"
-    assert (
-        reason_of["model.layers.2.self_attn.k_proj"]
-        == "excluded by filter: name does not match '*.mlp.*' or '*.q_proj'"
-    )
+    unmatched = "excluded by filter: name does not match '*.mlp.*' or '*.q_proj'"
+    assert reason_of["model.layers.2.self_attn.k_proj"] == unmatched
     for wrong, error in (({"only": "*.mlp.*"}, TypeError), ({"skip_last": -1}, ValueError)):
         with pytest.raises(error, match=next(iter(wrong))):
             Precision(**wrong)

@@ -34,28 +34,19 @@ def alone(layer, x):
     return layer(x.detach().clone())
 
 
-def set_data(x):
-    x.data = 3 * x.detach()
-
-
-def set_data_twice(x):
-    """The allocator may give the third memory the place of the first."""
-    set_data(x)
-    set_data(x)
-
-
-def strided(x):
-    x.data = x.detach().clone().t().contiguous().t() * 3
-
-
-def half(x):
-    x.data = x.detach()[::2]
+def set_data(x, count=1):
+    for _ in range(count):
+        x.data = 3 * x.detach()
 
 
 CHANGES = {
-    "in place": lambda x: x.detach().mul_(3), "through a view": lambda x: x.detach()[2:4].zero_(), "data": set_data,
-    "data twice": set_data_twice, "strides": strided, "rows": half,
-}  # fmt: skip
+    "in place": lambda x: x.detach().mul_(3),
+    "through a view": lambda x: x.detach()[2:4].zero_(),
+    "data": set_data,
+    "data twice": lambda x: set_data(x, 2),  # the allocator may give the third memory the place of the first
+    "strides": lambda x: setattr(x, "data", x.detach().clone().t().contiguous().t() * 3),
+    "rows": lambda x: setattr(x, "data", x.detach()[::2]),
+}
 
 
 @pytest.mark.parametrize("kind", CHANGES)

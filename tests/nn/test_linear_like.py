@@ -21,6 +21,7 @@ from octavo.numerics import sqnr
 from octavo.runtime import linear_kinds
 from octavo.runtime.linear_kinds import LinearKind
 from octavo.runtime.torch_compat import eager_signature
+from support.refusals import refused
 
 FP8_ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
 
@@ -77,8 +78,7 @@ def test_a_new_kind_of_layer_is_converted_reported_watched_changed_and_reverted(
     assert isinstance(model[0], Fp8Columns) and is_transposed(model[0]) and sizes(model[0]) == (64, 48)
     (row, other) = octavo.report(model)
     assert (row.linear, row.converted, row.recipe, other.converted) == (True, True, "rowwise", False)
-    with pytest.raises(ValueError, match="1 layers of this model are converted already"):
-        octavo.convert(model)
+    refused("1 layers of this model are converted already", octavo.convert, model)
     octavo.nn.change_recipe(model, "0", "blockwise", reason="a test")
     watch, x = Watch(model, every=1), torch.randn(8, 64)
     with watch.step(measure={"0": ["blockwise"]}):
@@ -104,11 +104,9 @@ def test_what_only_looks_like_one_is_none():
     """A recipe, an octavo module path or the name of a class make no converted layer."""
     fake = type("Conv1D", (Columns,), {"__module__": "octavo.nn.conv1d"})()
     assert not octavo.report(fake)[0].converted and not is_linear(fake)
-    with pytest.raises(ValueError, match="has no converted layer"):
-        octavo.revert(fake)
+    refused("has no converted layer", octavo.revert, fake)
     mine = type("Linear", (octavo.nn.Linear,), {"__module__": "octavo.nn.linear"})(8, 8)
-    with pytest.raises(ValueError, match="became a Linear after it was converted"):
-        octavo.revert(mine)
+    refused("became a Linear after it was converted", octavo.revert, mine)
 
 
 def test_a_layer_without_parameters_is_reported():
@@ -155,8 +153,7 @@ def test_inputs_that_are_no_rows():
     layer = octavo.convert(nn.Linear(128, 64), verbose=False)
     ragged = torch.nested.nested_tensor([torch.randn(4, 5), torch.randn(4, 9)], layout=torch.strided)
     for x in (torch.randn(64, 128).relu().to_sparse(), ragged):
-        with pytest.raises(TypeError, match=r"a converted linear layer takes dense.*in_features = 128; got Tensor of"):
-            layer(x)
+        refused(r"a converted linear layer takes dense.*in_features = 128; got Tensor of", layer, x, kind=TypeError)
         assert eager_signature(x) is None
 
 
@@ -222,8 +219,7 @@ def test_parameters_are_those_that_attributes_name(change, name):
 def test_without_a_parameter_the_error_is_that_of_torch(name):
     layer, x = octavo.convert(nn.Linear(32, 48), "rowwise", verbose=False), torch.randn(16, 32)
     delattr(layer, name)
-    with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
-        layer(x)
+    refused(f"has no attribute '{name}'", layer, x, kind=AttributeError)
     setattr(layer, name, None)
     if name == "bias":
         assert layer(x).shape == (16, 48)

@@ -17,6 +17,7 @@ from octavo.nn import loss
 from octavo.nn.loss import chunk_tokens, linear_cross_entropy
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics.error import sqnr
+from support.dispatch_modes import Passing
 
 
 def plain(hidden, weight, target, bias=None, *, ignore_index=-100, reduction="mean", scale=1.0, softcap=None):
@@ -96,17 +97,16 @@ def test_chunks_cover_the_tokens_and_bound_the_logits():
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_nothing_counts(reduction):
     hidden, weight, target, _ = inputs()
-    expected = results(plain, hidden, weight, torch.full_like(target, -100), None, reduction=reduction)
-    actual = results(linear_cross_entropy, hidden, weight, torch.full_like(target, -100), None, reduction=reduction)
+    arguments = hidden, weight, torch.full_like(target, -100), None
+    expected, actual = (results(loss, *arguments, reduction=reduction) for loss in (plain, linear_cross_entropy))
     assert torch.equal(expected[0].isnan(), actual[0].isnan())
     assert not actual[1].any() and not actual[2].any() and not actual[1].isnan().any()
 
 
 def test_other_ignore_index():
     hidden, weight, target, _ = inputs()
-    target = target.clamp(min=0)
-    expected = results(plain, hidden, weight, target, None, ignore_index=0)
-    actual = results(linear_cross_entropy, hidden, weight, target, None, ignore_index=0)
+    arguments = hidden, weight, target.clamp(min=0), None
+    expected, actual = (results(loss, *arguments, ignore_index=0) for loss in (plain, linear_cross_entropy))
     torch.testing.assert_close(actual, expected)
 
 
@@ -150,15 +150,8 @@ def test_under_autocast():
 def test_the_whole_logits_never_exist():
     hidden, weight, target, _ = inputs(4096, 16, 512, torch.bfloat16)
     seen = []
-
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            seen.extend(t.untyped_storage().nbytes() for t in (out if isinstance(out, tuple) else (out,))
-                        if isinstance(t, torch.Tensor))  # fmt: skip
-            return out
-
-    with Largest(), saved_for_backward(torch.nn.Module()) as kept:
+    mode = Passing(lambda tensor: seen.append(tensor.untyped_storage().nbytes()))
+    with mode, saved_for_backward(torch.nn.Module()) as kept:
         loss = linear_cross_entropy(hidden, weight, target)
         loss.backward()
     assert max(seen) <= chunk_tokens(4096, 16, 512) * 512 * 4 < 4096 * 512 * 2

@@ -8,14 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import MLP, llama
+from test_composition import saving
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 from live_tensors import bytes_left_by
 from octavo.nn.memory_audit import audit, saved_for_backward
 from octavo.planner.fake import fake_copy, fake_tensors
+from support.moe_models import Checkpointed
 
+SELECTIVE = saving([torch.ops.aten.mm.default])
 IDS = {"input_ids": torch.zeros(2, 16, dtype=torch.int64), "use_cache": False}
 
 
@@ -64,15 +67,7 @@ def test_hooks_do_not_stay_and_a_failing_forward_leaves_none():
 
 
 def test_a_checkpointed_block_keeps_its_input_alone():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = MLP()
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    saved = audit(Block(), (torch.ones(3, 64, requires_grad=True) * 1,))
+    saved = audit(Checkpointed(MLP(), False), (torch.ones(3, 64, requires_grad=True) * 1,))
     assert [(row.bytes, row.owner) for row in saved] == [(3 * 64 * 4, "")]
 
 
@@ -94,9 +89,8 @@ def test_the_report_shows_what_each_layer_keeps():
 def test_selective_checkpointing_does_not_take_the_count_for_hooks_of_the_user():
     """torch 2.14 warns of those, as it is to pass what it holds through them."""
     model = MLP()
-    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     with saved_for_backward(model) as counted:
-        checkpoint(model, torch.ones(3, 64, requires_grad=True) * 1, use_reentrant=False, context_fn=contexts)
+        SELECTIVE(model, torch.ones(3, 64, requires_grad=True) * 1)
     assert counted.bytes == 3 * 64 * 4
 
 
@@ -121,12 +115,7 @@ def test_a_dropped_graph_leaves_nothing(level):
     model = octavo.convert(nn.Sequential(SavesOutputs(), SavesOutputs()).bfloat16(),
                            precision=octavo.Precision.level(level), verbose=False)  # fmt: skip
     x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
-    selective = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    forwards = (
-        lambda: model(x),
-        lambda: checkpoint(model, x, use_reentrant=False),
-        lambda: checkpoint(model, x, use_reentrant=False, context_fn=selective),
-    )
+    forwards = partial(model, x), partial(checkpoint, model, x, use_reentrant=False), partial(SELECTIVE, model, x)
 
     def measured():
         for forward in forwards:

@@ -11,9 +11,9 @@ import torch
 import transformers.pytorch_utils
 from casts import set_copies, set_steady, weight_casts
 from models import gradients
+from test_composition import CHECKPOINTING, saving
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import octavo
 from octavo.nn import accumulating
@@ -133,14 +133,12 @@ def test_tied_weights_share_one_copy_per_recipe():
 # --- equal losses ---
 
 
-def losses(
-    name, keep, micros=2, accumulate=False, checkpointing=None, optimizer=torch.optim.AdamW, steps=20, **options
-):
+def losses(name, keep, accumulate=False, checkpointing=None, micros=2, steps=6):
     """Of a small model; with the parameters at the end."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     octavo.convert(model, name, keep_weights=keep, verbose=False)
-    stepper = optimizer(model.parameters(), **{"lr": 1e-2, **options})
+    stepper = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator, values = torch.Generator().manual_seed(3), []
     for _ in range(steps):
         with accumulating(model) if accumulate else nullcontext():
@@ -161,31 +159,19 @@ without_copies = cache(partial(losses, keep=False))
 @pytest.mark.thorough
 @pytest.mark.parametrize("name, gpu", [*((name, False) for name in RECIPES), ("rowwise", True), ("blockwise", True)])
 def test_losses_are_equal_with_and_without(name, gpu, monkeypatch):
-    without = without_copies(name, steps=6)
+    without = without_copies(name)
     set_copies(monkeypatch, gpu)
     for accumulate in (False, True):
-        assert same(without, losses(name, True, accumulate=accumulate, steps=6))
+        assert same(without, losses(name, True, accumulate))
 
 
-def selective(model, x):
-    policy = [torch.ops.octavo.quantize.default]
-    return checkpoint(
-        model, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
-    )  # fmt: skip
-
-
-CHECKPOINTS = {
-    "reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True),
-    "full": lambda model, x: checkpoint(model, x, use_reentrant=False),
-    "selective": selective,
-}
+CHECKPOINTS = CHECKPOINTING | {"selective": saving([torch.ops.octavo.quantize.default])}
 
 
 @pytest.mark.parametrize(("name", "kind"), [*(("rowwise", kind) for kind in CHECKPOINTS), ("blockwise", "selective")])
 def test_losses_are_equal_under_activation_checkpointing(name, kind):
-    without = without_copies(name, steps=6)
     for accumulate in (False, True):
-        assert same(without, losses(name, True, accumulate=accumulate, checkpointing=CHECKPOINTS[kind], steps=6))
+        assert same(without_copies(name), losses(name, True, accumulate, CHECKPOINTS[kind]))
 
 
 class DataSGD(torch.optim.Optimizer):
@@ -268,27 +254,18 @@ def in_place(layer):
         layer.weight.mul_(3)
 
 
-def swapped(layer):
-    torch.utils.swap_tensors(layer.weight, nn.Parameter(3 * layer.weight.detach()))
-
-
-def assigned(layer):
-    layer.load_state_dict({name: 3 * value for name, value in layer.state_dict().items()}, assign=True)
-
-
-def moved(layer):
-    layer.to(torch.bfloat16).to(torch.float32)
+def load(layer, assign):
+    layer.load_state_dict({name: 3 * value for name, value in layer.state_dict().items()}, assign=assign)
 
 
 REPORTED = {
     "in place": in_place, "detached": lambda layer: layer.weight.detach().mul_(3), "gathered": gathered,
-    "load": lambda layer: layer.load_state_dict({name: 3 * value for name, value in layer.state_dict().items()}),
-    "assigned": assigned, "swapped": swapped, "moved": moved,
+    "load": partial(load, assign=False), "assigned": partial(load, assign=True),
+    "swapped": lambda layer: torch.utils.swap_tensors(layer.weight, nn.Parameter(3 * layer.weight.detach())),
+    "moved": lambda layer: layer.to(torch.bfloat16).to(torch.float32),
     "set": lambda layer: setattr(layer, "weight", nn.Parameter(3 * layer.weight.detach())),
 }  # fmt: skip
-
-
-WRITES = UNREPORTED | REPORTED | {"released": released, "swapped": swapped}
+WRITES = UNREPORTED | REPORTED | {"released": released}
 
 
 @pytest.mark.parametrize(
@@ -366,9 +343,8 @@ def test_views_of_a_shared_parameter_have_copies_of_their_own():
         for _ in range(2):
             for rows in (slice(0, 32), slice(32, 64), slice(0, 64, 2)):
                 part = owner.weight[rows]
-                assert torch.equal(
-                    octavo.nn.linear(X, part, None, recipe, True), octavo.nn.linear(X, part.detach(), None, recipe)
-                )
+                expected = octavo.nn.linear(X, part.detach(), None, recipe)
+                assert torch.equal(octavo.nn.linear(X, part, None, recipe, True), expected)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
