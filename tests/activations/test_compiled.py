@@ -1,12 +1,12 @@
 """activations="fp8" under torch.compile: what graphs save, and gradients against eager mode and float64."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from models import llama
-from test_exactness import ScaledSums
-from test_modules import flat
+from test_exactness import ScaledSums, flat
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -16,6 +16,11 @@ from releases import requires_torch
 from support import graphs as graphs_of
 from support.gated import GatedMLP, JointlyGatedMLP
 from tensors import randn
+
+
+@pytest.fixture(autouse=True)
+def no_graphs():
+    torch._dynamo.reset()
 
 
 class Normed(nn.Module):
@@ -67,20 +72,23 @@ def gradients(function, module, x):
     return y.detach(), dict(zip(("x", *names), torch.autograd.grad((y * weights).sum(), (x, *parameters)), strict=True))
 
 
+def compiled(module):
+    return torch.compile(module, fullgraph=True, backend="aot_eager")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_graphs_round_what_eager_mode_stores(name):
     """In float32 the compiler rounds nothing, so gradients agree to float32's accuracy, and not with those of exact
     storage.
     """
-    torch._dynamo.reset()
     torch.manual_seed(1)
     module = MODULES[name]()
     exact = octavo.convert(copy.deepcopy(module), "rowwise", verbose=False)
     octavo.convert(module, "rowwise", activations="fp8", verbose=False)
     x = randn(48, module.norm.weight.numel() if isinstance(module, Normed) else 64).mul(3).add(1)
     y, expected = gradients(module, module, x)
-    z, actual = gradients(torch.compile(module, fullgraph=True, backend="aot_eager"), module, x)
+    z, actual = gradients(compiled(module), module, x)
     assert sqnr(y, z) > 100
     for key, gradient in expected.items():
         # Two ways to compute a norm or gate in float32 may flip a code of FP8.
@@ -92,7 +100,6 @@ def test_graphs_round_what_eager_mode_stores(name):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
 def test_a_graph_of_its_own_saves_what_a_linear_reads():
     """Its weight's gradient is no farther from the truth, and the others are eager's."""
-    torch._dynamo.reset()
     module, x = octavo.convert(Normed(), "rowwise", activations="fp8", verbose=False), randn(48, 64)
     with octavo.disabled():
         exact = gradients(module, module, x)[1]
@@ -105,13 +112,8 @@ def test_a_graph_of_its_own_saves_what_a_linear_reads():
     assert sqnr(exact[weight], actual[weight]) > sqnr(exact[weight], eager[weight])
 
 
-def compiled(module, **options):
-    return torch.compile(module, fullgraph=True, backend="aot_eager", **options)
-
-
 @pytest.mark.thorough
 def test_dtypes_that_eager_mode_does_not_store_stay_exact():
-    torch._dynamo.reset()
     module, precision = GatedMLP().double(), octavo.Precision(matmul="bf16", activations="fp8")
     octavo.convert(module, precision=precision, verbose=False)
     x = randn(48, 64).double()
@@ -121,7 +123,6 @@ def test_dtypes_that_eager_mode_does_not_store_stay_exact():
 
 @pytest.mark.thorough
 def test_equal_modules_share_a_graph_and_others_do_not():
-    torch._dynamo.reset()
     counters.clear()
     first, equal, other = (JointlyGatedMLP() for _ in range(3))
     other.act_fn = nn.GELU("tanh")
@@ -145,23 +146,20 @@ def saved_bytes(function, x):
 @pytest.mark.slow
 def test_a_graph_saves_one_byte_per_element_of_gate_and_up():
     """Gate and up of 128 at 33/32 bytes, X in FP8 with its scales, and the scales of 320 rows of weights."""
-    torch._dynamo.reset()
     model = octavo.convert(GatedMLP(64, 128), "rowwise", activations="fp8", verbose=False)
     size, dtypes = saved_bytes(model, randn(48, 64).requires_grad_())
     assert size <= 256 * 33 / 32 + 64 + 4 + 320 * 4 / 48
     assert torch.float8_e4m3fn in dtypes
-    torch._dynamo.reset()
     exact, _ = saved_bytes(octavo.convert(GatedMLP(64, 128), "rowwise", verbose=False), randn(48, 64).requires_grad_())
     assert exact > 2 * 256
 
 
 def test_disabled_graphs_store_nothing():
-    torch._dynamo.reset()
     model = octavo.convert(Normed(), "rowwise", activations="fp8", verbose=False)
     x = randn(48, 64)
     with octavo.disabled():
         expected = gradients(model, model, x)[1]
-        actual = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), model, x)[1]
+        actual = gradients(compiled(model), model, x)[1]
     assert sqnr(flat(expected), flat(actual)) > 100
 
 
@@ -170,7 +168,6 @@ def test_disabled_graphs_store_nothing():
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_gradients_of_a_compiled_block_are_as_accurate_as_in_eager_mode(backend):
     """Against float64, each gradient of a Llama block in bf16."""
-    torch._dynamo.reset()
     exact = llama().double().model
     block = copy.deepcopy(exact).bfloat16()
     exact.load_state_dict(block.state_dict())
@@ -195,16 +192,13 @@ def test_gradients_of_a_compiled_block_are_as_accurate_as_in_eager_mode(backend)
 def test_compiled_autograd_recomputes_what_eager_backward_does():
     """The graph of a backward has no end at which a memo of recomputed tensors would be cleared."""
     gradients = []
-    for compiled in (False, True):
+    for context in (nullcontext(), torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.RMSNorm(64), torch.nn.Linear(64, 64)).bfloat16()
+        model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64)).bfloat16()
         model = octavo.convert(model, "rowwise", activations="fp8", verbose=False)
         x = torch.randn(16, 64).bfloat16().requires_grad_()
         loss = model(x).float().square().mean()
-        if compiled:
-            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-                loss.backward()
-        else:
+        with context:
             loss.backward()
         gradients.append([x.grad, *(parameter.grad for parameter in model.parameters())])
     assert all(map(torch.equal, *gradients))
@@ -213,7 +207,6 @@ def test_compiled_autograd_recomputes_what_eager_backward_does():
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
 def test_scaled_sums_before_a_norm_stay_exact(norm, streams):
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = ScaledSums(norm(64), streams), randn(2, 64, 64)
     exact = gradients(model, model, x)[1]["scales"]
@@ -225,7 +218,6 @@ def test_scaled_sums_before_a_norm_stay_exact(norm, streams):
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_penalty_by_grad_is_lost_as_in_graphs_of_torch(stored):
     """Not what it should be: a change here is PyTorch's, and docs/memory.md warns of it."""
-    torch._dynamo.reset()
     module = nn.Tanh() if not stored else octavo.convert(Normed(), "rowwise", activations="fp8", verbose=False)
     x = randn(16, 64).requires_grad_()
     y = torch.compile(module, backend="aot_eager")(x).sum()

@@ -13,6 +13,7 @@ from octavo.activations import detect, formulas
 from octavo.activations.detect import Activation, Glu, Norm, activation_of, spec_of
 from octavo.activations.verify import check_registered
 from support.gated import JointlyGatedMLP
+from support.refusals import refused
 
 OF_FAMILY = {
     "gpt2": {"Norm", "Activation"},
@@ -197,51 +198,41 @@ def test_a_registered_class_stores(registering):
     ]  # fmt: skip
 
 
-def test_a_class_that_computes_something_else_is_refused(registering):
-    for spec, what in (
-        (Norm(weight="gain", eps="tiny", add_unit_offset=True), "the output differs"),
-        (Norm(weight="gain", eps="tiny", center=True), "the output differs"),
-        (Norm(weight="gain", eps=1e-2), "differs"),
-        (Norm(weight="missing", eps="tiny"), "missing"),
-    ):
-        octavo.nn.register(PowerNorm, spec)
-        model = nn.Sequential(PowerNorm(), nn.Linear(48, 48))
-        with pytest.raises((ValueError, AttributeError), match=what):
-            octavo.convert(model, precision=FP8_ACTIVATIONS, verbose=False)
-        assert type(model[0]) is PowerNorm
-    octavo.nn.register(GatedMLP, Glu(gate="up_proj", up="gate_proj", down="down_proj", activation="act_fn"))
-    with pytest.raises(ValueError, match="GatedMLP was registered as Glu"):
-        octavo.convert(GatedMLP(), precision=FP8_ACTIVATIONS, verbose=False)
+class Detached(PowerNorm):
+    def forward(self, x):
+        return x / (x.detach().float().square().mean(-1, keepdim=True) + self.tiny).sqrt() * self.gain
 
 
-def test_a_gradient_that_differs_is_refused(registering):
-    class Detached(PowerNorm):
-        def forward(self, x):
-            return x / (x.detach().float().square().mean(-1, keepdim=True) + self.tiny).sqrt() * self.gain
+class Shifted(PowerNorm):
+    """Has a bias, of which the kernels compute no gradient."""
 
-    octavo.nn.register(Detached, Norm(weight="gain", eps="tiny"))
-    with pytest.raises(ValueError, match="the gradient of the input differs"):
-        octavo.convert(nn.Sequential(Detached(), nn.Linear(48, 48)), precision=FP8_ACTIVATIONS, verbose=False)
+    def forward(self, x):
+        return PowerNorm.forward(self, x) + self.gain
 
 
-def test_an_rms_norm_with_a_bias_is_refused(registering):
-    """The kernels compute no gradient of one."""
-
-    class Shifted(PowerNorm):
-        def forward(self, x):
-            return PowerNorm.forward(self, x) + self.gain
-
-    octavo.nn.register(Shifted, Norm(weight="gain", bias="gain", eps="tiny"))
-    with pytest.raises(ValueError, match="the output differs"):
-        octavo.convert(nn.Sequential(Shifted(), nn.Linear(48, 48)), precision=FP8_ACTIVATIONS, verbose=False)
+@pytest.mark.parametrize(
+    ("kind", "spec", "what"),
+    [
+        (PowerNorm, Norm(weight="gain", eps="tiny", add_unit_offset=True), "the output differs"),
+        (PowerNorm, Norm(weight="gain", eps="tiny", center=True), "the output differs"),
+        (PowerNorm, Norm(weight="gain", eps=1e-2), "differs"),
+        (PowerNorm, Norm(weight="missing", eps="tiny"), "missing"),
+        (GatedMLP, Glu(gate="up_proj", up="gate_proj", down="down_proj", activation="act_fn"), "was registered as Glu"),
+        (Detached, Norm(weight="gain", eps="tiny"), "the gradient of the input differs"),
+        (Shifted, Norm(weight="gain", bias="gain", eps="tiny"), "the output differs"),
+    ],
+)  # fmt: skip
+def test_a_class_that_computes_something_else_is_refused(kind, spec, what, registering):
+    octavo.nn.register(kind, spec)
+    model = nn.Sequential(kind(), nn.Linear(48, 48))
+    refused(what, octavo.convert, model, kind=(ValueError, AttributeError), precision=FP8_ACTIVATIONS, verbose=False)
+    assert type(model[0]) is kind
 
 
 def test_wrong_registrations_are_named():
-    with pytest.raises(TypeError, match="takes a class of modules; got 'norm'"):
-        octavo.nn.register("norm", Norm())
+    refused("takes a class of modules; got 'norm'", octavo.nn.register, "norm", Norm(), kind=TypeError)
     with pytest.raises(TypeError, match=r"an octavo\.nn\.Norm, Glu or Activation; got 'norm'"):
         octavo.nn.register(PowerNorm, "norm")
     with pytest.raises(ValueError, match="'swoosh' is not a known activation; known are silu"):
         octavo.nn.register(PowerNorm, Activation(function="swoosh"))
-    with pytest.raises(ValueError, match="has no forward that is written in Python"):
-        octavo.nn.register(nn.ModuleList, Norm())
+    refused("has no forward that is written in Python", octavo.nn.register, nn.ModuleList, Norm())

@@ -6,6 +6,7 @@ docs/memory.md: bytes per token in bf16 and with Octavo, their ratio, SQNR of al
 
 import copy
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import octavo
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import sqnr
+from tensors import randn
 
 WIDTH, INNER, LENGTH, IMAGE = 128, 512, 128, 100
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4}
@@ -25,11 +27,8 @@ T5 = {"vocab_size": 128, "d_model": WIDTH, "d_kv": 32, "d_ff": INNER, "num_layer
       "decoder_start_token_id": 0, "dropout_rate": 0}  # fmt: skip
 ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}}
 QWEN = {"image_token_id": IMAGE, "vision_start_token_id": 101, "vision_end_token_id": 102, "video_token_id": 103}
+pixels = partial(randn, seed=1)
 GRID = {"depth": 2, "hidden_size": WIDTH, "num_heads": 4, "patch_size": 14}
-
-
-def pixels(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
 def ids(image=0, **more):
@@ -150,7 +149,7 @@ def step(model, batch):
         output = model(**batch)
     y = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     y = output[0] if y is None else y
-    y.backward(None if y.ndim == 0 else torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y))
+    y.backward(None if y.ndim == 0 else randn(*y.shape, seed=2).to(y))
     return y.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, saved.bytes
 
 

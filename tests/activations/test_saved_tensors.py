@@ -11,7 +11,6 @@ from families import batch_of, model_of, train_step
 from test_composition import CHECKPOINTING
 from test_modules import BOTH, ONLY_ACTIVATIONS, by_matmul, flat, storing
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import octavo
 from octavo.activations.functional import activation_saving_fp8
@@ -42,10 +41,14 @@ class Owner(nn.Module):
             self.linears[-1].weight = weight
 
 
+ACTIVATIONS = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}  # fmt: skip
+
+
 def activation(x, name="silu"):
-    with torch.no_grad():
-        y = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}[name](x)
-    return activation_saving_fp8(x, y, name)
+    return activation_saving_fp8(x, ACTIVATIONS[name](x.detach()), name)
 
 
 LAYOUTS = {
@@ -184,12 +187,8 @@ def test_attention_keeps_what_it_combines_exactly_and_its_projection_shares_it(a
 def test_a_registered_tensor_serves_views_and_no_other():
     x = randn(4, 16, 64).requires_grad_() * 1
     y = activation(x, "silu")
-    assert (
-        RECOMPUTABLE.find(y, None)
-        is RECOMPUTABLE.find(y.reshape(64, 64), None)
-        is RECOMPUTABLE.find(y.detach(), None)
-        is not None
-    )
+    whole, viewed, detached = (RECOMPUTABLE.find(t, None) for t in (y, y.reshape(64, 64), y.detach()))
+    assert whole is viewed is detached is not None
     for other in (y[:2], y.transpose(0, 1), y.clone(), y + 0, x):
         assert RECOMPUTABLE.find(other, None) is None
     y.mul_(2)
@@ -236,25 +235,14 @@ def test_the_trainers_checkpointing_is_bitwise_neutral(mode, precision):
 
 
 @by_matmul
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_a_region_may_begin_between_a_norm_and_what_reads_it(kind, precision):
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("full", ("mlp", "self_attn")), ("selective", ("mlp", "self_attn")), ("all ours", ("",))]
+)
+def test_a_region_may_begin_anywhere_and_save_whatever_our_ops_give(kind, parts, precision):
     model, batch = storing(model_of("llama"), precision), batch_of("llama")
     expected = train_step(model, batch)[1]
-    for module in (model.layers[0].mlp, model.layers[0].self_attn):
+    for module in map(model.layers[0].get_submodule, parts):
         module.forward = partial(CHECKPOINTING[kind], module.forward)
-    assert same(expected, train_step(model, batch)[1])
-
-
-@by_matmul
-def test_selective_checkpointing_may_save_whatever_ops_of_ours_give(precision):
-    def save_all(ctx, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if "octavo" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    model, batch = storing(model_of("llama"), precision), batch_of("llama")
-    expected = train_step(model, batch)[1]
-    contexts = partial(create_selective_checkpoint_contexts, save_all)
-    block = model.layers[0]
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
     assert same(expected, train_step(model, batch)[1])
 
 
@@ -304,18 +292,14 @@ def test_autocast_trains(dtype, precision):
     assert sqnr(flat(expected), flat(actual)) > (20 if precision is ONLY_ACTIVATIONS else 15)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "quick_gelu"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_gradients_of_activations_are_those_at_the_stored_input(name):
     x = randn(32, 64).requires_grad_()
-    function = {"quick_gelu": lambda x: x * torch.sigmoid(1.702 * x), "silu": F.silu, "gelu": F.gelu}.get(
-        name, partial(F.gelu, approximate="tanh")
-    )
-    with torch.no_grad():
-        values = function(x)
+    values = ACTIVATIONS[name](x.detach())
     y = activation_saving_fp8(x, values, name)
     assert y.data_ptr() == values.data_ptr()
     at = dequantize_saved(*quantize_for_backward(x), torch.float32).requires_grad_()
-    function(at).sum().backward()
+    ACTIVATIONS[name](at).sum().backward()
     assert sqnr(at.grad, torch.autograd.grad(y.sum(), x)[0]) > 100
 
 
