@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 from pipelines import MICROS, Pipeline, batch, converted, loss_fn
+from test_tensor_parallel_plan import model_of as plan_model
 from training import gradients_of, make
 
 import octavo
@@ -14,12 +15,7 @@ from octavo.train.layout import distribute
 from releases import requires_torch
 
 pytestmark = [pytest.mark.dist, requires_torch("2.13", "older stages exchange no metadata")]
-LLAMA = {
-    "vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "eos_token_id": 0, "attention_bias": True, "mlp_bias": True,
-}  # fmt: skip
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4}
-"""All experts for each token: a choice of some is another where messages round."""
+WIDER = {"num_hidden_layers": 4, "head_dim": 64, "attention_bias": True, "mlp_bias": True}
 OUTLIERS = [5, 50, 100]
 LOST = 1.5
 """Decibels that a gradient may lose."""
@@ -47,13 +43,7 @@ def model_of(fp8, experts=False, outliers=None):
     With `outliers` three channels of 128 are 300 times the others: those of the `"residual"` stream, or of what each
     block's values and experts `"send"`.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    if experts:
-        model = MixtralForCausalLM(MixtralConfig(**LLAMA | EXPERTS))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    model = plan_model("mixtral" if experts else "llama", fp8=False, chunked=False, **WIDER)
     if outliers == "residual":
         model.get_input_embeddings().weight.data[:, OUTLIERS] *= 300
     elif outliers:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from training import full, full_bytes, make, steps_of, tensor_parallel
+from training import full, full_bytes, make, mesh_of, steps_of, tensor_parallel
 
 import octavo
 from octavo.nn import equalized
@@ -22,10 +22,9 @@ pytestmark = pytest.mark.dist
 
 
 def tp_job(sequence, recipe, steps):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     places = Shard(1) if sequence else Replicate()
     plan = {"up": ColwiseParallel(input_layouts=places), "down": RowwiseParallel(output_layouts=places)}
-    return steps_of(tensor_parallel(make(recipe), mesh, plan, sequence), steps)
+    return steps_of(tensor_parallel(make(recipe), mesh_of(), plan, sequence), steps)
 
 
 @pytest.mark.thorough
@@ -33,10 +32,7 @@ def tp_job(sequence, recipe, steps):
     ("sequence", "recipe"),
     [
         (False, "rowwise"),
-        *(
-            pytest.param(True, recipe, marks=pytest.mark.slow)
-            for recipe in ("rowwise_equalized", "rowwise", "blockwise")
-        ),
+        *(pytest.param(True, name, marks=pytest.mark.slow) for name in ("rowwise_equalized", "rowwise", "blockwise")),
     ],
 )
 def test_torch_styles_train_as_one_process_does(gloo, sequence, recipe):
@@ -132,8 +128,7 @@ def test_adamw_sums_partial_gradients(gloo):
 
 @on_ranks(2)
 def test_shards_within_groups_are_refused():
-    mesh = init_device_mesh("cpu", (2,))
-    weight = nn.Parameter(distribute_tensor(torch.randn(64, 192), mesh, [Shard(1)]))
+    weight = nn.Parameter(distribute_tensor(torch.randn(64, 192), mesh_of(), [Shard(1)]))
     message = r"scales for 128 columns, and shards of a parameter \[64, 192\] .* use states='fp32'"
     with pytest.raises(ValueError, match=message):
         octavo.AdamW([weight], lr=1e-3)
@@ -142,7 +137,7 @@ def test_shards_within_groups_are_refused():
 def placed(w_placement, x_placement, bias, sizes, plain=False):
     """Y, ∂X, ∂W and ∂b of a converted linear, and those of one process."""
     m, k, n = sizes
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of()
     generator = torch.Generator().manual_seed(0)
     x, w, g = (torch.randn(shape, generator=generator) for shape in ((2, m, k), (n, k), (2, m, n)))
     b = torch.randn(n, generator=generator) if bias else None
@@ -180,7 +175,7 @@ def test_every_placement_computes_the_same():
 @on_ranks(2)
 def test_channel_scales_of_a_ranks_columns_resume():
     """Losses of two models, of which the second starts with the channel scales of the first."""
-    mesh, models = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    mesh, models = mesh_of(), []
     for _ in range(2):
         models.append(make("rowwise_equalized"))
         for block in models[-1].blocks:
@@ -194,23 +189,19 @@ def test_channel_scales_of_a_ranks_columns_resume():
 
 @on_ranks(2)
 def test_scales_by_tensor_are_refused():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = octavo.convert(nn.Sequential(nn.Linear(64, 64)), "tensorwise", verbose=False)
-    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    parallelize_module(model, mesh_of(), {"0": ColwiseParallel()})
     with pytest.raises(ValueError, match="'tensorwise' has one scale per tensor, which would be another on each"):
         model(torch.randn(4, 64))
     with octavo.disabled():
         assert model(torch.randn(4, 64)).shape == (4, 32)
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
-        pytest.param(randn(256, 1024), id="normal"),
-        pytest.param(randn(256, 1024) ** 3, id="cubed"),
-        pytest.param(randn(256, 1024) * randn(1024, seed=2).mul(2).exp(), id="channels"),
-    ],
-)
+NORMAL = randn(256, 1024)
+INPUTS = {"normal": NORMAL, "cubed": NORMAL**3, "channels": NORMAL * randn(1024, seed=2).mul(2).exp()}
+
+
+@pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
 def test_scales_over_parts_of_rows_are_no_less_accurate(x):
     """As where `RowwiseParallel` splits rows over ranks, which exchange no maxima."""
     w = randn(512, 1024, seed=1)

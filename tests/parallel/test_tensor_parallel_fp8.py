@@ -13,22 +13,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from training import batch, full, gradients_of, loss_of, make, steps_of, tensor_parallel
+from training import batch, full, gradients_of, loss_of, make, mesh_of, steps_of, tensor_parallel
 
 import octavo
 from collective_recorder import CollectiveRecorder
 from octavo.numerics import sqnr
 from octavo.parallel import Fp8ColwiseParallel, Fp8RowwiseParallel, clip_grad_norm_, parallelize
 from processes import on_ranks
+from support.refusals import refused
 from tensors import same
 
 pytestmark = pytest.mark.dist
 INFINITE = float("inf")
 COLUMN, ROW = Fp8ColwiseParallel, Fp8RowwiseParallel
-
-
-def tp_mesh():
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def converted(module, recipe="rowwise"):
@@ -38,6 +35,10 @@ def converted(module, recipe="rowwise"):
 def linears(recipe="rowwise", sizes=((128, 256), (256, 128)), bias=True):
     torch.manual_seed(1)
     return converted(nn.Sequential(*(nn.Linear(k, n, bias=bias) for k, n in sizes)), recipe)
+
+
+def columns_and_rows(model, **options):
+    return parallelize_module(model, mesh_of(), {"0": COLUMN(**options), "1": ROW(**options)})
 
 
 def part(x, dim):
@@ -52,7 +53,7 @@ def similarity(reference, actual):
 def column_results(shape, sequence_dim, recipe, **options):
     """Y, ∂X, ∂W and ∂b of one layer, beside those of one process; and what a forward and backward sent."""
     alone, ours = (linears(recipe, [(shape[-1], 256)]) for _ in range(2))
-    parallelize_module(ours, tp_mesh(), {"0": Fp8ColwiseParallel(sequence_dim=sequence_dim, **options)})
+    parallelize_module(ours, mesh_of(), {"0": COLUMN(sequence_dim=sequence_dim, **options)})
     x, g = torch.randn(shape), torch.randn(*shape[:-1], 256)
     x_alone = x.clone().requires_grad_()
     y_alone = alone(x_alone)
@@ -101,9 +102,7 @@ def test_bytes_on_the_wire():
     """At most 0.52 of those of bf16, in each of the four exchanges of two layers."""
     sent = {}
     for wire in ("fp8", "bf16"):
-        model = linears(sizes=[(384, 768), (768, 384)])
-        plan = {"0": Fp8ColwiseParallel(gather=wire, reduce=wire), "1": Fp8RowwiseParallel(gather=wire, reduce=wire)}
-        parallelize_module(model, tp_mesh(), plan)
+        model = columns_and_rows(linears(sizes=[(384, 768), (768, 384)]), gather=wire, reduce=wire)
         x = torch.randn(2, 4, 384).bfloat16().float()
         model(x)
         with CollectiveRecorder() as recorder:
@@ -145,10 +144,10 @@ def test_layers_that_read_one_input_share_its_gather(between, norm, gathers):
     torch.manual_seed(0)
     alone = converted(Siblings(BETWEEN[between]))
     ours = copy.deepcopy(alone)
-    plan = {name: Fp8ColwiseParallel() for name in "qkv"} | {"o": Fp8RowwiseParallel()}
+    plan = {name: COLUMN() for name in "qkv"} | {"o": ROW()}
     if norm:
         plan["norm"] = SequenceParallel()
-    parallelize_module(ours, tp_mesh(), plan)
+    parallelize_module(ours, mesh_of(), plan)
     x = torch.randn(2, 8, 64)
     ours(part(x, 1))
     leaves = x.clone().requires_grad_(), part(x, 1).requires_grad_()
@@ -188,7 +187,7 @@ def test_channel_scales_of_a_ranks_columns_are_shared_by_its_shards(gloo):
 def distributed(sequence=True, fsdp=None, **options):
     """The small model under tensor parallelism, with FSDP2 over it or not, and this rank's share of the data."""
     model, world = make("rowwise", hidden=256), dist.get_world_size()
-    mesh = tp_mesh() if fsdp is None else init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp_shard", "tp"))
+    mesh = mesh_of() if fsdp is None else init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp_shard", "tp"))
     options["sequence_dim"] = -2 if sequence else None
     tensor_parallel(model, mesh["tp"], {"up": COLUMN(**options), "down": ROW(**options)}, sequence)
     if fsdp is None:
@@ -272,7 +271,7 @@ def refusal(layer, style, mesh=None):
     """The error of applying a style, which leaves the layer as it was."""
     weight = getattr(layer, "weight", None)
     with pytest.raises((TypeError, ValueError)) as error:
-        parallelize_module(layer, mesh or tp_mesh(), style)
+        parallelize_module(layer, mesh or mesh_of(), style)
     assert getattr(layer, "weight", None) is weight and not layer._forward_pre_hooks
     return str(error.value)
 
@@ -281,9 +280,8 @@ def refusal(layer, style, mesh=None):
 def test_copies_without_shards_are_refused_over_tensor_parallelism():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "dp_replicate"))
     model = linears()
-    parallelize_module(model, mesh["tp"], {"0": Fp8ColwiseParallel()})
-    with pytest.raises(ValueError, match="add a dp_shard dimension of two"):
-        parallelize(model, mesh["dp_replicate"])
+    parallelize_module(model, mesh["tp"], {"0": COLUMN()})
+    refused("add a dp_shard dimension of two", parallelize, model, mesh["dp_replicate"])
 
 
 REFUSED = [
@@ -308,18 +306,16 @@ def test_what_cannot_be_distributed_is_refused_on_every_rank():
     for message, arguments in REFUSED:
         assert message in refusal(*arguments(rank))
     twice, down = linears(), nn.Sequential(nn.Linear(64, 64))
-    parallelize_module(twice, tp_mesh(), {"0": COLUMN()})
-    parallelize_module(down, tp_mesh(), {"0": ROW()})
-    with pytest.raises(ValueError, match="this layer is distributed already"):
-        parallelize_module(twice, tp_mesh(), {"0": ROW()})
+    parallelize_module(twice, mesh_of(), {"0": COLUMN()})
+    parallelize_module(down, mesh_of(), {"0": ROW()})
+    refused("this layer is distributed already", parallelize_module, twice, mesh_of(), {"0": ROW()})
     for model, x, message in (
         (twice, torch.randn(2, 3 + rank, 128), "different shapes: [[2, 3, 128], [2, 4, 128]]. Give each an equal part"),
         (twice, torch.randn(128), "sequence_dim=-2 is no dimension of tokens of an input of shape [128]"),
         (down, torch.randn(2, 5, 32), "5 tokens are not an equal part for each of 2 ranks of tensor parallelism, in "
          "dimension 1 of [2, 5, 64]: pad the sequence to 6"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=re.escape(message)):
-            model(x)
+        refused(re.escape(message), model, x)
 
 
 @pytest.mark.parametrize("style", [COLUMN, ROW])
@@ -337,7 +333,7 @@ def test_settings_are_checked(style):
 def test_a_report_says_what_layers_send():
     """Of two layers, as the recipe of one changes."""
     model, texts = linears(), []
-    parallelize_module(model, tp_mesh(), {"0": Fp8ColwiseParallel(), "1": Fp8RowwiseParallel(reduce="fp8")})
+    parallelize_module(model, mesh_of(), {"0": COLUMN(), "1": ROW(reduce="fp8")})
     for recipe in ("rowwise", "blockwise", None):
         octavo.nn.change_recipe(model, "0", recipe, reason="tried")
         texts.append(octavo.report(model)[0].reason)
@@ -366,8 +362,7 @@ def compared_with_plain(way, dtype):
     x = part(torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(0)).to(dtype), 1)
     results = []
     for run in (nn.Module.__call__, way):
-        model = linears().to(dtype)
-        parallelize_module(model, tp_mesh(), {"0": Fp8ColwiseParallel(), "1": Fp8RowwiseParallel()})
+        model = columns_and_rows(linears().to(dtype))
         leaf = x.clone().requires_grad_()
         y = run(model, leaf)
         y.square().sum().backward()
@@ -385,44 +380,40 @@ def test_every_way_to_run_a_model_computes_the_same():
 @on_ranks(2)
 def test_a_nan_stays_in_its_token_and_stops_every_rank():
     """A NaN in one rank's token: the losses' norm is NaN on every rank, and nobody's parameters change."""
-    model = linears()
-    parallelize_module(model, tp_mesh(), {"0": Fp8ColwiseParallel(), "1": Fp8RowwiseParallel()})
+    model = columns_and_rows(linears())
     x = torch.randn(2, 4, 128)
     if dist.get_rank() == 0:
         x[0, 0, 0] = torch.nan
     y = model(x)
     y.square().mean().backward()
-    with pytest.raises(RuntimeError, match="non-finite"):
-        clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    refused("non-finite", clip_grad_norm_, model.parameters(), 1.0, kind=RuntimeError, error_if_nonfinite=True)
     assert y.isnan().any(-1).sum() == (dist.get_rank() == 0)
 
 
 @on_ranks(2)
 def test_disabled_layers_send_no_fp8():
-    model = {name: linears() for name in ("alone", "ours")}
-    parallelize_module(model["ours"], tp_mesh(), {"0": Fp8ColwiseParallel(), "1": Fp8RowwiseParallel()})
+    alone, ours = linears(), columns_and_rows(linears())
     x = torch.randn(2, 8, 128)
     with octavo.disabled(), CollectiveRecorder() as recorder:
-        y = model["ours"](part(x, 1).requires_grad_())
+        y = ours(part(x, 1).requires_grad_())
         y.sum().backward()
-        expected = model["alone"](x)
+        expected = alone(x)
     dtypes = {call.dtype for call in recorder.calls if call.name != "allgather_"}
     assert sqnr(part(expected, 1), y) > 45 and torch.bfloat16 in dtypes
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("other", [Fp8ColwiseParallel, Fp8RowwiseParallel])
+@pytest.mark.parametrize("other", [COLUMN, ROW])
 @on_ranks(2)
 def test_layers_that_share_a_weight_share_its_parts(other):
     model = linears(sizes=((128, 128), (128, 128)), bias=False)
     model[1].weight = model[0].weight
     alone = copy.deepcopy(model)
-    plan = {"0": Fp8ColwiseParallel(sequence_dim=None), "1": other(sequence_dim=None)}
-    if other is Fp8RowwiseParallel:
-        with pytest.raises(ValueError, match="another layer shares a parameter"):
-            parallelize_module(model, tp_mesh(), plan)
+    plan = {"0": COLUMN(sequence_dim=None), "1": other(sequence_dim=None)}
+    if other is ROW:
+        refused("another layer shares a parameter", parallelize_module, model, mesh_of(), plan)
         return
-    parallelize_module(model, tp_mesh(), plan)
+    parallelize_module(model, mesh_of(), plan)
     x = torch.randn(4, 128)
     (alone[0](x) * alone[1](x)).sum().backward()
     (model[0](x) * model[1](x)).sum().backward()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.optim import AdamW
 from octavo.parallel import Parallel, parallelize
+from octavo.parallel.fsdp import parameters_in_fp8
 from tensors import one_thread
 
 VOCABULARY, WIDTH = 97, 64
@@ -85,6 +87,11 @@ def share(step, rank, micro):
     generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + micro)
     start = torch.randint(VOCABULARY, (2, 1), generator=generator)
     return (start + torch.arange(9) * torch.randint(1, 4, (2, 1), generator=generator)) % VOCABULARY
+
+
+def mesh_of(name="tp"):
+    """All ranks, in one dimension."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
 
 
 def full(tensor):
@@ -221,12 +228,15 @@ def whole(model):
     return {name.removeprefix("module."): full(p).detach().clone() for name, p in model.state_dict().items()}
 
 
-def run(settings, options=None):
-    """A rank's losses [step], and the whole parameters, of a run with `Parallel(**settings)`."""
+def run(settings, options=None, in_fp8=None):
+    """A rank's losses [step], and the whole parameters, of a run with `Parallel(**settings)`; asserts the names of the
+    weights that are gathered in FP8, if they are given.
+    """
     options = dict(options or {})
     of_training = {name: options.pop(name) for name in ("steps", "micros", "optimizer", "sync_each") if name in options}
     dtype, parameters = options.pop("dtype", None), options.pop("parameters", True)
     model = parallelize(make(**options), Parallel(**settings), dtype=dtype)
+    assert in_fp8 is None or set(parameters_in_fp8(model)) == set(in_fp8)
     with backend_options(options.get("backend")):
         losses = train(model, **of_training)
     return losses, whole(model) if parameters else {}
