@@ -4,7 +4,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-from training import alone, full, make, train, whole
+from training import alone, make, train, whole
 
 import octavo
 from octavo.nn import change_recipe
@@ -20,21 +20,28 @@ pytestmark = pytest.mark.dist
 LAYERS = ("blocks.0.up", "blocks.1.down")
 
 
-Run = namedtuple("Run", "losses weights gathered equalized report")
+SETTINGS = {"off": {"fp8_comm": "off"}, "gather": {"fp8_comm": "gather"}, "ddp": {"dp_replicate": 2, "dp_shard": 1}}
+Run = namedtuple("Run", "losses weights gathered equalized scales report")
 
 
-def changing_job(settings, begin, *others, **model):
-    """A run of 3 steps in one recipe, and 3 with two layers in each other one; what is gathered in FP8 in each."""
-    model = parallelize(make(begin, **model), Parallel(**settings))
+def job(mode, begin, *others, steps=3, micros=1, outliers=False, **model):
+    """A run of some steps in one recipe, and as many with two layers in each other one: what is gathered in FP8 in
+    each, the states of equalized layers, and how many channel scales they have.
+    """
+    model = make(begin, **model)
+    for block in model.blocks if outliers else ():  # an outlier channel in the input of each layer
+        block.norm.weight.data[5] = block.up.bias.data[7] = 50
+    model = parallelize(model, Parallel(**SETTINGS[mode]))
     inner = getattr(model, "module", model)
     stepper = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    losses, gathered = train(model, 3, stepper=stepper), [set(parameters_in_fp8(inner))]
+    losses, gathered = train(model, steps, micros, stepper=stepper), [set(parameters_in_fp8(inner))]
     for number, recipe in enumerate(others, 1):
         for name in LAYERS:
             change_recipe(inner, name, recipe, reason="a test")
-        losses += train(model, 3, first=3 * number, stepper=stepper)
+        losses += train(model, steps, first=steps * number, stepper=stepper)
         gathered.append(set(parameters_in_fp8(inner)))
-    return Run(losses, whole(model), gathered, set(scales.state_dict(inner)), str(octavo.report(inner)))
+    count = len({id(layer.equalizer.scales) for _, layer in equalized_layers(inner)})
+    return Run(losses, whole(model), gathered, scales.state_dict(inner), count, str(octavo.report(inner)))
 
 
 def changed_alone(begin, end, **model):
@@ -57,9 +64,8 @@ def changed_alone(begin, end, **model):
     ],
 )  # fmt: skip
 def test_a_layer_changes(gloo, begin, end, mode):
-    settings = {"dp_replicate": 2, "dp_shard": 1} if mode == "ddp" else {"fp8_comm": mode}
     expected, parameters = changed_alone(begin, end)
-    ranks = gloo.run(changing_job, 2, settings, begin, end)
+    ranks = gloo.run(job, 2, mode, begin, end)
     assert [rank.losses for rank in ranks] == expected
     for rank in ranks:
         assert same(parameters, rank.weights)
@@ -72,12 +78,12 @@ def test_a_layer_changes(gloo, begin, end, mode):
 
 def test_a_layer_of_uneven_shards_changes(gloo):
     expected, _ = changed_alone("rowwise", None, hidden=63)
-    ranks = gloo.run(changing_job, 2, {"fp8_comm": "gather"}, "rowwise", None, hidden=63)
+    ranks = gloo.run(job, 2, "gather", "rowwise", None, hidden=63)
     assert [rank.losses for rank in ranks] == expected
 
 
 def test_a_shared_weight_is_gathered_plain_while_its_layers_differ(gloo):
-    for rank in gloo.run(changing_job, 2, {"fp8_comm": "gather"}, "rowwise", "blockwise", ties="blocks"):
+    for rank in gloo.run(job, 2, "gather", "rowwise", "blockwise", ties="blocks"):
         before, after = rank.gathered
         assert "blocks.0.up.weight" in before and "blocks.0.up.weight" not in after
 
@@ -85,49 +91,27 @@ def test_a_shared_weight_is_gathered_plain_while_its_layers_differ(gloo):
 # --- channel equalization: one s for all, also in weights that travel in FP8, and states that resume ---
 
 
-SETTINGS = {"off": {"fp8_comm": "off"}, "gather": {"fp8_comm": "gather"}, "ddp": {"dp_replicate": 2, "dp_shard": 1}}
-
-
-def job(settings, steps, micros=2, **options):
-    """Losses, states and the scales' sharing after some steps, and names of weights gathered in FP8."""
-    model = make(equalized("rowwise", every=4), **options)
-    for block in model.blocks:  # an outlier channel in the input of each layer
-        block.norm.weight.data[5] = block.up.bias.data[7] = 50
-    model = parallelize(model, Parallel(**settings))
-    inner = getattr(model, "module", model)
-    losses = train(model, steps, micros=micros)
-    names = [id(layer.equalizer.scales) for _, layer in equalized_layers(inner)]
-    return (
-        losses,
-        scales.state_dict(inner),
-        set(parameters_in_fp8(inner)),
-        [full(p).sum().item() for p in inner.parameters()],
-        len(set(names)),
-    )
+EQUALIZED = {"begin": equalized("rowwise", every=4), "outliers": True}
 
 
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_fp8_gathers_of_equalized_weights_are_bitwise_the_plain_ones(gloo, checkpointing):
-    results = {
-        name: gloo.run(job, 2, SETTINGS[name], 4, checkpointing=checkpointing) for name in ("off", "gather", "ddp")
-    }
-    for ours, theirs in results.values():
-        assert ours[0] != theirs[0]  # each of its own data
-        assert [s["exponents"] for s in ours[1].values()] == [s["exponents"] for s in theirs[1].values()]
-        assert len(ours[1]) == 4 and all(any(s["exponents"]) for s in ours[1].values())
-        assert ours[3] == theirs[3]
-    assert results["gather"][0][0] == results["off"][0][0] and results["gather"][0][3] == results["off"][0][3]
-    assert results["gather"][0][2] and not results["off"][0][2]
-    assert results["gather"][0][1] == results["off"][0][1]
+    options = EQUALIZED | {"steps": 4, "micros": 2, "checkpointing": checkpointing}
+    (off, _), (gather, _), _ = results = [gloo.run(job, 2, mode, **options) for mode in SETTINGS]
+    for ours, theirs in results:
+        assert ours.losses != theirs.losses  # each of its own data
+        exponents = [[state["exponents"] for state in rank.equalized.values()] for rank in (ours, theirs)]
+        assert exponents[0] == exponents[1] and len(exponents[0]) == 4 and all(map(any, exponents[0]))
+        assert same(ours.weights, theirs.weights)
+    assert gather.losses == off.losses and same(off.weights, gather.weights)
+    assert gather.gathered[0] and not off.gathered[0] and gather.equalized == off.equalized
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("ties", ["blocks", "inside"])
 def test_layers_with_one_weight_have_one_s(gloo, ties):
-    options = {"ties": ties, "hidden": 64}
-    (off, *_), (gather, *_) = (gloo.run(job, 2, SETTINGS[name], 3, 1, **options) for name in ("off", "gather"))
-    assert off[4] == gather[4] == 3
-    assert off[0] == gather[0]
+    (off, _), (gather, _) = (gloo.run(job, 2, mode, ties=ties, hidden=64, **EQUALIZED) for mode in ("off", "gather"))
+    assert off.scales == gather.scales == 3 and off.losses == gather.losses
 
 
 @pytest.mark.parametrize(
@@ -140,7 +124,7 @@ def test_layers_with_one_weight_have_one_s(gloo, ties):
 )
 def test_layers_that_begin_and_end_to_equalize(gloo, recipes, count):
     """FP8 gathers follow: the numbers are those of plain gathers, on all ranks."""
-    off, gather = (gloo.run(changing_job, 2, SETTINGS[name], *recipes) for name in ("off", "gather"))
+    off, gather = (gloo.run(job, 2, mode, *recipes) for mode in ("off", "gather"))
     for ours, theirs in zip(gather, off, strict=True):
         assert ours.losses == theirs.losses and len(ours.equalized) == count
         assert same(theirs.weights, ours.weights)

@@ -13,7 +13,7 @@ from octavo.numerics.error import sqnr
 from octavo.parallel import Fp8AllReduce, Parallel, parallelize
 from octavo.parallel.ddp import saved_buffers
 from processes import on_ranks
-from tensors import same
+from tensors import randn, same
 
 pytestmark = pytest.mark.dist
 
@@ -60,10 +60,7 @@ class Fixed(nn.Module):
 def bias_of(steps, error_feedback):
     """How far the sum of averages over some steps of equal gradients is from what it should be, per step."""
     sizes, rank, world = (700, 129, 1300, 64), dist.get_rank(), dist.get_world_size()
-    gradients = [
-        [torch.randn(size, generator=torch.Generator().manual_seed(10 * r + i)) for i, size in enumerate(sizes)]
-        for r in range(world)
-    ]
+    gradients = [[randn(size, seed=10 * r + i) for i, size in enumerate(sizes)] for r in range(world)]
     model = DistributedDataParallel(Fixed(sizes), bucket_cap_mb=0.004)
     state = Fp8AllReduce(error_feedback=error_feedback)
     state.register(model)

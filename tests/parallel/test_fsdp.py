@@ -8,6 +8,7 @@ another order says how far apart two such runs may be.
 
 import os
 import time
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -32,22 +33,16 @@ WEIGHTS = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "dow
 # --- models that are awkward to cut into pieces ---
 
 
-def awkward_job(settings, options, in_fp8, optimizer="torch"):
-    model = parallelize(make(**options), Parallel(**settings))
-    assert set(parameters_in_fp8(model)) == set(in_fp8)
-    losses = train(model, steps=5, optimizer=optimizer)
-    return losses, whole(model)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(("world", "hidden", "recipe"), [(2, 63, "tensorwise"), (4, 65, "rowwise"), (4, 3, "rowwise")])
 def test_rows_that_do_not_divide(gloo, world, hidden, recipe):
     """63 rows on 2 ranks, 65 on 4, 3 rows on 4: a shard is padded on the wire, or empty."""
-    options = {"hidden": hidden, "recipe": recipe, "width": min(WIDTH, 4 * hidden)}  # else they are too narrow for FP8
-    expected, parameters = one_process(world, steps=5, optimizer="sgd", **options)
+    options = {"steps": 5, "optimizer": "sgd", "hidden": hidden, "recipe": recipe}
+    options["width"] = min(WIDTH, 4 * hidden)  # else they are too narrow for FP8
+    expected, parameters = one_process(world, **options)
     by_gather = {}
     for comm in ("off", "gather"):
-        ranks = gloo.run(awkward_job, world, {"fp8_comm": comm}, options, WEIGHTS if comm == "gather" else [], "sgd")
+        ranks = gloo.run(run, world, {"fp8_comm": comm}, options, WEIGHTS if comm == "gather" else [])
         by_gather[comm] = [losses for losses, _ in ranks]
         for name, value in ranks[0][1].items():
             assert value.shape == parameters[name].shape
@@ -81,17 +76,9 @@ class Routed(nn.Module):
         return x + self.down(self.up(x).relu()) * weight
 
 
-class RoutedNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Routed() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 4).bfloat16()
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def routed_net():
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(blocks=nn.Sequential(Routed(), Routed()), head=nn.Linear(WIDTH, 4).bfloat16()))
 
 
 def routed_gradients(model, x):
@@ -102,8 +89,8 @@ def routed_gradients(model, x):
 @on_ranks(2)
 def test_a_router_in_another_dtype_is_its_own_group():
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
-    expected = routed_gradients(octavo.convert(RoutedNet(), verbose=False), x)
-    model = parallelize(octavo.convert(RoutedNet(), verbose=False), Parallel(fp8_comm="gather"))
+    expected = routed_gradients(octavo.convert(routed_net(), verbose=False), x)
+    model = parallelize(octavo.convert(routed_net(), verbose=False), Parallel(fp8_comm="gather"))
     assert isinstance(model.blocks[0].gate, FSDPModule) and not isinstance(model.blocks[0].up, FSDPModule)
     found = routed_gradients(model, x)
     assert found.keys() == expected.keys()
@@ -115,7 +102,7 @@ def test_a_router_in_another_dtype_is_its_own_group():
         "blocks.1.gate.linear": lambda m: setattr(m.blocks[1].gate.linear, "weight", m.blocks[0].gate.linear.weight),
     }
     for name, spoil in mistakes.items():
-        spoil(broken := RoutedNet())
+        spoil(broken := routed_net())
         message = f"^{name} trains parameters in torch.float32.*give them the dtype of the others before parallelize"
         with pytest.raises(ValueError, match=message):
             parallelize(broken)
@@ -124,10 +111,10 @@ def test_a_router_in_another_dtype_is_its_own_group():
 @pytest.mark.thorough
 @pytest.mark.parametrize("frozen", [("embed", "blocks.1.up", "norm"), ("blocks",)], ids=str)
 def test_frozen_parameters(gloo, frozen):
-    options = {"frozen": frozen}
-    expected, parameters = one_process(2, steps=5, **options)
+    options = {"steps": 5, "frozen": frozen}
+    expected, parameters = one_process(2, **options)
     for comm in ("off", "gather", "on"):
-        ranks = gloo.run(awkward_job, 2, {"fp8_comm": comm}, options, [] if comm == "off" else WEIGHTS)
+        ranks = gloo.run(run, 2, {"fp8_comm": comm}, options, [] if comm == "off" else WEIGHTS)
         if comm != "on":
             assert [losses for losses, _ in ranks] == expected
             assert same(parameters, ranks[1][1])
@@ -141,11 +128,11 @@ def test_frozen_parameters(gloo, frozen):
 @pytest.mark.parametrize("tie", ["head", "blocks", "inside"])
 def test_tied_parameters(gloo, tie):
     """Embedding and head; weights of two blocks, which FSDP2 cannot have in two groups; two weights of one block."""
-    options = {"ties": tie, "hidden": 64}
+    options = {"steps": 5, "ties": tie, "hidden": 64}
     tied = {"blocks": "blocks.1.up.weight", "inside": "blocks.0.down.weight"}.get(tie)
     names = [name for name in WEIGHTS if name != tied]
-    expected, parameters = one_process(2, steps=5, **options)
-    ranks = gloo.run(awkward_job, 2, {"fp8_comm": "gather"}, options, names)
+    expected, parameters = one_process(2, **options)
+    ranks = gloo.run(run, 2, {"fp8_comm": "gather"}, options, names)
     assert [losses for losses, _ in ranks] == expected
     assert same(parameters, {name: ranks[1][1][name] for name in parameters})  # a state has each name of a weight
 
@@ -214,21 +201,24 @@ def test_writes_to_weights_that_are_gathered_in_fp8(recipe, tmp_path):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 @on_ranks(2)
-def test_inference_and_other_optimizers_between_passes(recipe):
+def test_inference_clipping_autocast_and_other_optimizers_between_passes(recipe):
     model, plain = parallelize(make(recipe), Parallel(fp8_comm="gather")), make(recipe)
     stepper, expected = optimizer_of("octavo", model.parameters()), optimizer_of("octavo", plain.parameters())
     other = torch.nn.Parameter(torch.ones(1))
     other.grad = torch.ones(1)
     for step in range(3):
         with torch.inference_mode(step == 1), torch.no_grad():
-            model(share(step, 0, 0))
-        losses = [loss_of(m, share(step, 0, 0)) for m in (model, plain)]
+            assert torch.equal(model(share(step, 0, 0)), plain(share(step, 0, 0)))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step == 2):
+            losses = [loss_of(m, share(step, 0, 0)) for m in (model, plain)]
         torch.optim.SGD([other], lr=0.1).step()
         for loss, optimizer in zip(losses, (stepper, expected), strict=True):
+            optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
         assert torch.equal(*losses)
+    norms = [full(torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)) for m in (model, plain)]
+    torch.testing.assert_close(*norms)
 
 
 @pytest.mark.thorough
@@ -384,9 +374,8 @@ def copies_job():
         optimizer.zero_grad()
     base = model.base.weight.to_local()
     parts = [local_tensor(p) for p in model.parameters() if p is not model.base.weight]
-    return [
-        part.detach() for part in (*parts, base.data_.view(torch.uint8), base.scale, model.shift)
-    ], optimizer.skipped
+    parts += [base.data_.view(torch.uint8), base.scale, model.shift]
+    return [part.detach() for part in parts], optimizer.skipped
 
 
 @pytest.mark.thorough
@@ -439,21 +428,6 @@ def test_another_dtype_afterwards():
     stepper = torch.optim.AdamW(model.parameters())
     train(model, 1, stepper=stepper)
     assert all(type(state["exp_avg"]._local_tensor) is torch.Tensor for state in stepper.state.values())
-
-
-@on_ranks(2)
-def test_evaluation_clipping_and_autocast():
-    model, tokens = parallelize(make(), Parallel(fp8_comm="gather")), share(0, 0, 0)
-    exact = make()
-    with torch.no_grad():
-        assert torch.equal(model(tokens), exact(tokens))
-    with torch.inference_mode():
-        assert torch.equal(model(tokens), exact(tokens))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss_of(model, tokens).backward()
-        loss_of(exact, tokens).backward()
-    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, exact)]
-    torch.testing.assert_close(norms[0].full_tensor(), norms[1])
 
 
 # --- training ---

@@ -17,6 +17,7 @@ from octavo.parallel import Parallel, expert_parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
 from processes import on_ranks
 from support.moe_models import loss_of, mixture
+from support.refusals import refused
 from tensors import same
 
 pytestmark = [pytest.mark.dist, pytest.mark.thorough]
@@ -150,8 +151,7 @@ def test_values_in_high_precision_load_into_shards():
         state = {k: v for k, v in model.state_dict().items() if k != "0.up.weight_scale"}
         state["0.up.weight"] = distribute_tensor(plain, model[0].up.weight.device_mesh, [Shard(0)])
         if recipe == "tensorwise":
-            with pytest.raises(RuntimeError, match="scales of e4m3/tensor depend on other ranks"):
-                model.load_state_dict(state)
+            refused("scales of e4m3/tensor depend on other ranks", model.load_state_dict, state, kind=RuntimeError)
             continue
         model.load_state_dict(state)
         expected = ResidentWeight.quantized(plain, octavo.RECIPES[recipe].w)
@@ -161,19 +161,15 @@ def test_values_in_high_precision_load_into_shards():
 @on_ranks(2)
 def test_what_cannot_be_done_with_shards_raises():
     model = sharded("rowwise")
-    with pytest.raises(ValueError, match=r"0\.up is resident in FP8 and sharded"):
-        octavo.revert(model)
+    refused(r"0\.up is resident in FP8 and sharded", octavo.revert, model)
     with pytest.raises(ValueError, match="resident in FP8 and sharded: its weights become plain only before"):
         change_recipe(model, "0.up", None, reason="off")
-    with pytest.raises(ValueError, match="cannot read: use one of rowwise"):
-        change_recipe(model, "0.up", "blockwise", reason="off")
+    refused("cannot read: use one of rowwise", change_recipe, model, "0.up", "blockwise", reason="off")
     change_recipe(model, "0.up", "rowwise_hp_wgrad", reason="fits")
-    with pytest.raises(ValueError, match="would change a weight that is resident in FP8"):
-        model[0].up.weight.to_local().add_(1)
+    refused("would change a weight that is resident in FP8", model[0].up.weight.to_local().add_, 1)
     before = bits(model)
     model[1].down.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match="is frozen and cannot be trained"):
-        step(model, batch(0))
+    refused("is frozen and cannot be trained", step, model, batch(0))
     assert same(before, bits(model))
 
 

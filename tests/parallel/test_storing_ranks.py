@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from training import full
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import octavo
@@ -63,11 +64,8 @@ def step(model, x):
         model.zero_grad()
         y = model(inputs_embeds=x).last_hidden_state
         y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y))
-    whole = {name: p.grad for name, p in model.named_parameters()}
-    return y.detach(), {
-        name.replace("module.", "").replace("_fsdp_wrapped_", ""): getattr(g, "full_tensor", lambda g=g: g)()
-        for name, g in whole.items()
-    }
+    names = [name.replace("module.", "").replace("_fsdp_wrapped_", "") for name, _ in model.named_parameters()]
+    return y.detach(), dict(zip(names, (full(p.grad) for p in model.parameters()), strict=True))
 
 
 @pytest.mark.slow

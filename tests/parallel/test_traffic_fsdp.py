@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 from training import loss_of, make, optimizer_of, share, train
 
 from collective_recorder import CollectiveRecorder
@@ -13,6 +12,7 @@ from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
 from processes import on_ranks
+from support.dispatch_modes import Passing
 
 pytestmark = pytest.mark.dist
 
@@ -88,26 +88,11 @@ def test_bytes_of_weights_and_gradients(recipe):
     assert 0.5 <= fp8[1] / bf16[1] <= 0.55
 
 
-class _Wide(TorchDispatchMode):
-    """Shapes of what is made in more than a byte per element."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor.element_size() > 1:
-                self.shapes.add((type(tensor), tuple(tensor.shape)))
-        return out
-
-
 def memory_of(recipe, comm):
     """Bytes of a block's gathered weights inside its forward, and after it."""
     model = make(recipe, width=256, hidden=512, dtype=torch.bfloat16)
     model = parallelize(model, Parallel(fp8_comm=comm))
-    block, sizes, inside = model.blocks[0], [], []
+    block, sizes, inside, made = model.blocks[0], [], [], set()
 
     def look(*_):
         inside.clear()
@@ -118,10 +103,10 @@ def memory_of(recipe, comm):
 
     block.up.register_forward_pre_hook(look)
     tokens = share(0, 0, 0)
-    with torch.no_grad(), _Wide() as made:
+    with torch.no_grad(), Passing(lambda t: made.add((type(t), t.element_size(), tuple(t.shape)))):
         model(tokens)
         model(tokens)
-    whole_in_bf16 = {(torch.Tensor, shape) for shape in ((512, 256), (256, 512))} & made.shapes
+    whole_in_bf16 = {(torch.Tensor, 2, shape) for shape in ((512, 256), (256, 512))} & made
     return sizes, sum(storage.nbytes() for storage in inside), whole_in_bf16
 
 
