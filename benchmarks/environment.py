@@ -48,11 +48,6 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.running")
 
 
-def previous(path: Path) -> Path:
-    """Where the GPU runner keeps an earlier run's result file while it measures anew."""
-    return path.with_name(f"{path.name}.before")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a result file; empty if there is none or it cannot be read."""
     try:

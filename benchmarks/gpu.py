@@ -27,16 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks import STARTED, command, targets
-from benchmarks.environment import (
-    RESULTS,
-    compile_caches,
-    device_name,
-    environment,
-    previous,
-    read_json,
-    unfinished,
-    write_json,
-)
+from benchmarks.environment import RESULTS, compile_caches, device_name, environment, read_json, unfinished, write_json
 from benchmarks.session import NO_GPU, NOTHING_TIMED, part_of
 
 ROOT = Path(__file__).parent.parent
@@ -161,9 +152,14 @@ class Outcome:
     tail: list[str] = field(default_factory=list)
 
 
+def _content(result: Path) -> dict[str, Any]:
+    """What a stage has measured, also where it has not come to its end."""
+    return read_json(unfinished(result)) or read_json(result)
+
+
 def _progress(result: Path) -> tuple[int, Any]:
     """What has changed if a process began an attempt, so that the next one can get further."""
-    content = read_json(result)
+    content = _content(result)
     return len(content.get("rows", [])), content.get("running") or None
 
 
@@ -202,37 +198,34 @@ class Runner:
         outcome, start = self.outcomes.setdefault(stage, Outcome(stage)), time.monotonic()
         outcome.ended, end, restarts = "interrupted", start + seconds, 0
         log, result = self.out / f"{stage}.log", self.out / f"{stage}.json"
+        earlier = {} if resume else read_json(result)
         if not resume:
             log.unlink(missing_ok=True)
-            if result.exists():  # of an earlier run: not this one's result, and worth keeping if this one has none
-                result.replace(previous(result))
-        try:
-            while True:
-                before = _progress(result)
-                ended = self._once(stage, end - time.monotonic(), log, parts, resume=resume or restarts > 0)
-                worth_it = ended in ("crashed", "hung") and stage != "tests" and restarts < MOST_RESTARTS
-                enough = end - time.monotonic() > self.prices.starts.get(stage, START_S) + LEAST_S
-                if not (worth_it and enough and _progress(result) != before):
-                    break
-                restarts += 1
-                row = read_json(result).get("running") or read_json(result)["rows"][-1]
-                self._say(f"{stage}: {ended} in {row}; going on behind it")
-        except BaseException:  # interrupted: what was there before comes back
-            if previous(result).exists() and result.exists():
-                result.replace(unfinished(result))
-            self.close()
-            raise
+            unfinished(result).unlink(missing_ok=True)
+        while True:
+            before = _progress(result)
+            ended = self._once(stage, end - time.monotonic(), log, parts, resume=resume or restarts > 0)
+            worth_it = ended in ("crashed", "hung") and stage != "tests" and restarts < MOST_RESTARTS
+            enough = end - time.monotonic() > self.prices.starts.get(stage, START_S) + LEAST_S
+            if not (worth_it and enough and _progress(result) != before):
+                break
+            restarts += 1
+            row = _content(result).get("running") or _content(result)["rows"][-1]
+            self._say(f"{stage}: {ended} in {row}; going on behind it")
+        if unfinished(result).exists():  # cut: what it has is the result
+            unfinished(result).replace(result)
         outcome.ended, outcome.restarts = ended, outcome.restarts + restarts
         outcome.seconds = round(outcome.seconds + time.monotonic() - start, 1)
         outcome.parts += [part.name for part in parts] if outcome.ended == "done" else []
-        self._conclude(outcome, log.read_text(errors="replace").splitlines(), result)
+        self._conclude(outcome, log.read_text(errors="replace").splitlines(), result, earlier)
         return outcome
 
-    def _conclude(self, outcome: Outcome, text: list[str], result: Path) -> None:
+    def _conclude(self, outcome: Outcome, text: list[str], result: Path, earlier: dict[str, Any]) -> None:
         """Count the rows of a stage and print what became of it; what other stages printed as well is not repeated."""
         if outcome.stage == "tests":
             self._keep_tests(text, outcome)
-        rows = read_json(result).get("rows", [])
+        content = read_json(result)
+        rows = content.get("rows", []) if content != earlier else []  # where this run has none, the earlier result stays
         outcome.rows, outcome.failed = len(rows), sum("error" in row for row in rows)
         outcome.tail = text[-TAIL:] if outcome.ended not in ("done", "time") else []
         self._say(*(line for line in text if line.startswith("note: ")))
@@ -246,15 +239,6 @@ class Runner:
             if line not in self._said:
                 self._said.add(line)
                 print(line, flush=True)
-
-    def close(self) -> None:
-        """Bring back the earlier result of each stage that has none now, and delete the others."""
-        for path in self.out.glob(previous(Path("*.json")).name):
-            result = path.with_suffix("")
-            if result.exists():
-                path.unlink()
-            else:
-                path.replace(result)
 
     def _once(self, stage: str, seconds: float, log: Path, parts: Sequence[Part], *, resume: bool) -> str:
         result, begun, end = self.out / f"{stage}.json", time.time(), time.monotonic() + seconds
@@ -274,7 +258,7 @@ class Runner:
                     if not interrupted and time.monotonic() > end - 2 * STOP_S:
                         interrupted = True
                         os.killpg(process.pid, signal.SIGINT)  # pytest then lists the failures so far, its workers end
-                    if stage != "tests" and self._over_limit(result, log, begun):
+                    if stage != "tests" and self._over_limit(unfinished(result), log, begun):
                         return "hung"
             finally:
                 if process.poll() is None:
@@ -402,7 +386,6 @@ def main(arguments: list[str]) -> None:
     try:
         spend(runner, parts, end, limit_s, save)
     finally:
-        runner.close()
         save()
     print(summary(out, runner.outcomes.values()))
     if options.rehearse:

@@ -1,7 +1,7 @@
 """What every benchmark shares: its options, its clock, its result file, and rows that survive what goes wrong.
 
-A benchmark is a list of attempts in order of importance. Each attempt makes one row; the result file is complete after
-every row, so that a limit loses nothing that was measured. An attempt that fails leaves a row with the error and the
+A benchmark is a list of attempts in order of importance. Each attempt makes one row, and all rows so far are written
+after each, so that a limit loses nothing that was measured. An attempt that fails leaves a row with the error and the
 benchmark goes on, except where the GPU itself has failed: then the process ends, and `--resume` goes on after that.
 
 An attempt has a price in seconds, with what it compiles: what the same row took in an earlier result file, else a guess
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import STARTED, command
-from benchmarks.environment import RESULTS, device_name, environment, previous, read_json, unfinished, write_json
+from benchmarks.environment import RESULTS, device_name, environment, read_json, unfinished, write_json
 from benchmarks.timing import Clock, CpuClock, GpuClock, Rehearsal, Timing
 from octavo.kernels import calibration
 
@@ -67,8 +67,8 @@ def part_of(row: Row) -> str:
 class Session:
     """One run of one benchmark.
 
-    `facts` go into the result file beside rows and environment. `paths` are complete after every row; `kept`
-    (benchmarks/results; None in a rehearsal) is replaced at the end. `only` (all if empty) and `without` name parts.
+    `facts` go into the result files `paths` beside rows and environment; they are replaced at the end, and written
+    beside themselves (`unfinished`) after every row. `only` (all if empty) and `without` name parts.
     """
 
     name: str
@@ -78,7 +78,6 @@ class Session:
     rows: list[Row] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     paths: list[Path] = field(default_factory=list)
-    kept: Path | None = None
     only: Sequence[str] = ()
     without: Sequence[str] = ()
     environment: dict[str, Any] = field(default_factory=dict)
@@ -152,7 +151,6 @@ class Session:
             torch.cuda.empty_cache()
 
     def save(self, *, finished: bool = False) -> None:
-        """Write the result files; the one that the repository keeps once all of it is measured."""
         content = {
             "benchmark": self.name, "command": f"python -m benchmarks {self.name}",
             "arguments": [str(value) for value in self.options.arguments], "timed": self.clock.timed,
@@ -161,11 +159,9 @@ class Session:
             **self.facts, **self._began, "rows": self.rows,
         }  # fmt: skip
         for path in self.paths:
-            write_json(path, content)
-        if self.kept is not None:
-            write_json(self.kept if finished else unfinished(self.kept), content)
+            write_json(unfinished(path), content)
             if finished:
-                unfinished(self.kept).unlink(missing_ok=True)
+                unfinished(path).replace(path)
 
     def finish(self, *, checks: bool = False) -> None:
         if checks:
@@ -176,7 +172,7 @@ class Session:
         self.save(finished=True)
         if self.tiny:
             print(NOTHING_TIMED)
-        for path in filter(None, (*self.paths, self.kept)):
+        for path in self.paths:
             print(f"written to {path}")
 
     def take_up(self, content: Row) -> None:
@@ -208,20 +204,19 @@ def begin(command: argparse.ArgumentParser, arguments: list[str], *, times_cpus:
     else:
         clock = GpuClock(device) if device.type == "cuda" else CpuClock()
     options.arguments = arguments
+    folders = [] if options.out is None else [options.out]
+    folders += [RESULTS / device_name(device)] if clock.timed else []
+    paths = list(dict.fromkeys((folder / f"{name}.json").resolve() for folder in folders))
     session = Session(
         name, device, clock, options, only=options.only_parts, without=options.without_parts,
-        environment=environment(device), paths=[] if options.out is None else [options.out / f"{name}.json"],
+        environment=environment(device), paths=paths,
     )  # fmt: skip
-    kept = [RESULTS / device_name(device) / f"{name}.json"] if clock.timed else []
-    for path in kept:
-        session.kept = None if path.resolve() in [each.resolve() for each in session.paths] else path
-    before = [*map(previous, session.paths), *session.paths, *kept]
-    session._earlier = next((content["rows"] for content in map(read_json, before) if content.get("timed")), [])
+    session._earlier = next((content["rows"] for content in map(read_json, paths) if content.get("timed")), [])
     if options.deadline is not None:
         options.minutes = min(options.minutes or float("inf"), max(options.deadline - time.time(), 0.0) / 60)
     if options.minutes is not None:
         session.end = time.monotonic() + 60 * options.minutes
-    before = session.paths or [each for path in kept for each in (unfinished(path), path)]
+    before = [each for path in paths[:1] for each in (unfinished(path), path)]
     if options.resume and (content := next(filter(None, map(read_json, before)), None)) is not None:
         session.take_up(content)
     return session
