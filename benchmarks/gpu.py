@@ -225,7 +225,7 @@ class Runner:
         if outcome.stage == "tests":
             self._keep_tests(text, outcome)
         content = read_json(result)
-        rows = content.get("rows", []) if content != earlier else []  # where this run has none, the earlier result stays
+        rows = content.get("rows", []) if content != earlier else []  # the earlier result stays where this run has none
         outcome.rows, outcome.failed = len(rows), sum("error" in row for row in rows)
         outcome.tail = text[-TAIL:] if outcome.ended not in ("done", "time") else []
         self._say(*(line for line in text if line.startswith("note: ")))
