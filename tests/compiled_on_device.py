@@ -30,7 +30,7 @@ class Step(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.block, self.norm = block.Block(), block.Norm()
+        self.block, self.norm = block.Block(), block.Norm(block.WIDTH)
         self.head = block._linear(block.WIDTH, VOCABULARY)
 
     def forward(self, x, cos, sin):

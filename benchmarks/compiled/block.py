@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import octavo
@@ -48,25 +49,23 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Norm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, device: str = "cuda") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(WIDTH, dtype=torch.bfloat16, device="cuda"))
-        self.eps = 1e-5
+        self.weight, self.eps = nn.Parameter(torch.ones(width, dtype=torch.bfloat16, device=device)), 1e-5
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype, x = x.dtype, x.to(torch.float32)
-        variance = x.pow(2).mean(-1, keepdim=True)
-        return self.weight * (x * torch.rsqrt(variance + self.eps)).to(dtype)
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
         super().__init__()
-        self.gate, self.up, self.down = _linear(WIDTH, HIDDEN), _linear(WIDTH, HIDDEN), _linear(HIDDEN, WIDTH)
-        self.act = nn.SiLU()
+        self.gate, self.up, self.down = gate, up, down
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.gate(x)) * self.up(x))
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -75,10 +74,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         small = WIDTH // HEADS * KV_HEADS
-        self.norm, self.mlp_norm = Norm(), Norm()
+        self.norm, self.mlp_norm = Norm(WIDTH), Norm(WIDTH)
         self.q, self.k, self.v = _linear(WIDTH, WIDTH), _linear(WIDTH, small), _linear(WIDTH, small)
         self.o = _linear(WIDTH, WIDTH)
-        self.mlp = Mlp()
+        self.mlp = Mlp(_linear(WIDTH, HIDDEN), _linear(WIDTH, HIDDEN), _linear(HIDDEN, WIDTH))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         y = self.norm(x)

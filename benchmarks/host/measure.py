@@ -10,13 +10,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import octavo
 from benchmarks.arms import TORCHAO, importable, to_torchao
+from benchmarks.compiled.block import Mlp, Norm
 from benchmarks.host import COUNTS, Row
 from benchmarks.host.stub import Stub
 from octavo.kernels.gemm import SCALED_MM
@@ -54,23 +54,12 @@ class Block(nn.Module):
         return out
 
 
-class RmsNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(SIZE, dtype=torch.bfloat16)), 1e-6
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.to(torch.float32)
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
-
-
 class NormedBlock(nn.Module):
     """A Llama block with its norms, its gated MLP and its residuals, and sums instead of attention."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.post, self.mlp = RmsNorm(), RmsNorm(), Mlp()
+        self.norm, self.post, self.mlp = _norm(), _norm(), _mlp()
         for name in ("q", "k", "v", "o"):
             setattr(self, name, _linear())
 
@@ -99,18 +88,17 @@ class Experts(nn.Module):
         return self.experts(x, self.ids, self.weights)  # type: ignore[no-any-return]
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = _linear(), _linear(), _linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
-
-
 def _linear(bias: bool = False, recipe: str = "") -> nn.Linear:
     size = SIZES.get(recipe, SIZE)
     return nn.Linear(size, size, bias=bias, dtype=torch.bfloat16)
+
+
+def _norm() -> nn.Module:
+    return Norm(SIZE, "cpu")
+
+
+def _mlp() -> nn.Module:
+    return Mlp(_linear(), _linear(), _linear())
 
 
 def arms(names: tuple[str, ...] = ()) -> dict[str, tuple[str, Callable[[], nn.Module]]]:
@@ -125,8 +113,8 @@ def arms(names: tuple[str, ...] = ()) -> dict[str, tuple[str, Callable[[], nn.Mo
     made["block keep_weights"] = ("bf16 block", lambda: _converted(Block(), "rowwise", keep_weights=True))
     made["bf16 llama block"] = ("bf16 llama block", NormedBlock)
     made["fused llama block"] = ("bf16 llama block", lambda: _fused(NormedBlock()))
-    made["bf16 norm"], made["fused norm"] = ("bf16 norm", RmsNorm), ("bf16 norm", lambda: _fused(RmsNorm()))
-    made["bf16 mlp"], made["fused mlp"] = ("bf16 mlp", Mlp), ("bf16 mlp", lambda: _fused(Mlp()))
+    made["bf16 norm"], made["fused norm"] = ("bf16 norm", _norm), ("bf16 norm", lambda: _fused(_norm()))
+    made["bf16 mlp"], made["fused mlp"] = ("bf16 mlp", _mlp), ("bf16 mlp", lambda: _fused(_mlp()))
     made["llama block"] = ("bf16 llama block", lambda: _converted(NormedBlock(), "rowwise"))
     made["bf16 experts"] = ("bf16 experts", Experts)
     made["experts"] = ("bf16 experts", lambda: _converted(Experts(), "rowwise"))
