@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,8 @@ def rows(capability: int, indices: list[int], jobs: int) -> list[dict[str, Any]]
     same = {i: first.setdefault(_identity(variants(capability)[i]), i) for i in indices}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        tasks = ((index, capability) for index in first.values())
-        by_variant = dict(zip(first.values(), pool.map(_row, tasks, chunksize=2), strict=True))
+        described = pool.map(_row, first.values(), repeat(capability), chunksize=2)
+        by_variant = dict(zip(first.values(), described, strict=True))
     return [by_variant[same[i]] | _named(variants(capability)[i]) for i in indices]
 
 
@@ -52,8 +52,7 @@ def _identity(variant: "Variant") -> str:
                  variant.tile, variant.trips, variant.device_bytes))  # fmt: skip
 
 
-def _row(task: tuple[int, int]) -> dict[str, Any]:
-    index, capability = task
+def _row(index: int, capability: int) -> dict[str, Any]:
     return describe(variants(capability)[index], capability)
 
 

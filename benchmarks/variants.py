@@ -1,7 +1,6 @@
 """Every kernel × case × configuration of the backends, for `benchmarks.sass`: bf16 input, aligned rows of 4096."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -37,36 +36,25 @@ TYPES = {name: kind for kind, names in _NAMES_BY_TYPE.items() for name in names.
 STRIDES = ("stride_c", "x_c", "q_c", "grad_c", "gate_c", "up_c")  # Between neighbours of a row: 1
 
 
-@dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One compilation of an op: one kernel in one configuration."""
+    """One compilation of an op; what is not given follows from its constants and the names of its arguments."""
 
-    op: str  # Name in `torch.ops.octavo`
-    case: str  # Label within the op, such as `"e4m3/row fold=columns both"`
-    config: int  # Index of the kernel's configuration (tile, warps, stages); 0 is the default
-    launch: Launch  # Kernel and constants to compile
-    types: dict[str, str]  # Triton types of all arguments except sizes
-    tile: int  # Input elements per program, or per loop iteration of a program
-    device_bytes: float  # Device-memory traffic of this launch, in bytes per input element
-    equal_to_1: tuple[str, ...]  # Arguments with value 1
-    trips: int  # Loop iterations for 4096 columns (or a contraction over 4096)
-
-
-def variant(
-    op: str, case: str, config: int, launch: Launch, device_bytes: float, *, tile: int | None = None,
-    trips: int | None = None, equal_to_1: tuple[str, ...] = STRIDES, **types: str,
-) -> Variant:  # fmt: skip
-    """Describe a launch; what is not given follows from its constants and the names of its arguments."""
-    constants, names = launch.constants, launch.kernel.arg_names
-    if trips is None:
-        walks_rows = launch.kernel.fn.__name__ == "rows_kernel" or "row_block" in launch.kernel.fn.__name__
-        trips = COLUMNS // constants["TILE_C"] if walks_rows else constants.get("TILES", constants.get("ROW_BLOCK", 1))
-    known = TYPES | types
-    return Variant(
-        op=op, case=case, config=config, launch=launch, types={n: known[n] for n in names if n in known},
-        tile=constants.get("TILE_R", 1) * constants["TILE_C"] if tile is None else tile, device_bytes=device_bytes,
-        equal_to_1=tuple(name for name in equal_to_1 if name in names), trips=trips,
-    )  # fmt: skip
+    def __init__(
+        self, op: str, case: str, config: int, launch: Launch, device_bytes: float, *, tile: int | None = None,
+        trips: int | None = None, equal_to_1: tuple[str, ...] = STRIDES, **types: str,
+    ) -> None:  # fmt: skip
+        self.op, self.case = op, case  # Name in `torch.ops.octavo`; label within it, as `"e4m3/row fold=columns both"`
+        self.config, self.launch = config, launch  # Index of the kernel's configuration, 0 for the default; and it
+        self.device_bytes = device_bytes  # Device-memory traffic, in bytes per input element
+        constants, names = launch.constants, launch.kernel.arg_names
+        # Input elements per program or loop iteration; iterations for 4096 columns (or a contraction over 4096).
+        self.tile = constants.get("TILE_R", 1) * constants["TILE_C"] if tile is None else tile
+        if trips is None:
+            walks = launch.kernel.fn.__name__ == "rows_kernel" or "row_block" in launch.kernel.fn.__name__
+            trips = COLUMNS // constants["TILE_C"] if walks else constants.get("TILES", constants.get("ROW_BLOCK", 1))
+        self.trips = trips
+        self.types = {name: kind for name, kind in (TYPES | types).items() if name in names}  # but of sizes
+        self.equal_to_1 = tuple(name for name in equal_to_1 if name in names)
 
 
 def _scaled(spec: QuantSpec | None) -> dict[str, str]:
@@ -79,7 +67,7 @@ def quantizations() -> Iterator[Variant]:
         for config in range(len(quantizers.tiles(task))):
             for launch in quantizers.launches(task, config):
                 moved = quantizers.device_bytes(task, launch)
-                yield variant(task.op, case, config, launch, moved, **_scaled(task.first.spec))
+                yield Variant(task.op, case, config, launch, moved, **_scaled(task.first.spec))
 
 
 _COMPILED = (  # Cases that compile to different code, with `A_ROWS`, `B_ROWS` and `BLOCKED`; layouts share code
@@ -101,7 +89,7 @@ def products(capability: int = 90, out_bytes: int = 2) -> Iterator[Variant]:
                 launch = gemm.launch_of(config, target, a_rows, b_rows, blocked, not blocked, fast, overlap)
                 steps = launch.num_stages if overlap else 1
                 contiguous = ("a_stride_k", "b_stride_k") if case.endswith("nt") and blocked else _BY_ROW
-                yield variant(
+                yield Variant(
                     "scaled_mm", f"{case} {'fast' if fast else 'promoted'}", index, launch, 1.0, out=out,
                     tile=(config.tile_m + config.tile_n) * config.tile_k * steps, equal_to_1=contiguous,
                     trips=COLUMNS // config.tile_k // steps, **_operands(case, config, target.tma, overlap),
@@ -118,7 +106,7 @@ def grouped_products(capability: int = 90) -> Iterator[Variant]:
         for index in grouped.available_configs(layout, target, fast, False, 2):
             config = gemm.CONFIGS[index]
             launch = grouped.launch_of(config, target, layout, 8, layout == "nt", fast)
-            yield variant(
+            yield Variant(
                 "grouped_mm", layout, index, launch, 1.0, tile=(config.tile_m + config.tile_n) * config.tile_k,
                 trips=COLUMNS // config.tile_k, **_operands("e4m3 e4m3", config, target.tma, False),
             )  # fmt: skip
@@ -152,29 +140,29 @@ def fused() -> Iterator[Variant]:
             for config in range(2):
                 launch, *_ = kernels.norm_launches(spec, order, COLUMNS, flags[center], config)
                 if order != "both" or "row_block" in launch.kernel.fn.__name__:  # else the code of rows only
-                    yield variant(op, case, config, launch, 2 + written, **_scaled(spec))
+                    yield Variant(op, case, config, launch, 2 + written, **_scaled(spec))
     for op, center in (("rms_norm_backward", False), ("layer_norm_backward", True)):
         sums = 4 * (1 + center) / kernels.ROW_BLOCK
         for config in range(len(kernels.NORM_BACKWARD_CONFIGS)):
             (launch,) = kernels.norm_backward_launches(COLUMNS, flags[center], config)
-            yield variant(op, "gradients", config, launch, 6 + sums)
+            yield Variant(op, "gradients", config, launch, 6 + sums)
         for launch in kernels.norm_backward_launches(4 * COLUMNS, flags[center]):
             step, moved = ("dx", 6.0) if launch.constants["DX"] else ("sums", 4 + sums)
-            yield variant(op, f"gradients, wide, {step}", 0, launch, moved, tile=launch.constants["TILE_C"])
-    yield variant("rms_norm_backward", "sums of row blocks", 0, kernels.SUMS, 4.0, trips=8)
+            yield Variant(op, f"gradients, wide, {step}", 0, launch, moved, tile=launch.constants["TILE_C"])
+    yield Variant("rms_norm_backward", "sums of row blocks", 0, kernels.SUMS, 4.0, trips=8)
     cases = [("silu", *output) for output in _outputs()]
     for activation, spec, order, case, written in [*cases, *((a, *_outputs()[1]) for a in ("gelu_tanh", "gelu"))]:
         for config in range(2):
             launch, *_ = kernels.glu_launches(activation, spec, order, COLUMNS, config)
             if order != "both" or launch.kernel.fn.__name__ != "glu_rows_kernel":
-                yield variant("glu", f"{activation} {case}", config, launch, 4 + written, **_scaled(spec))
+                yield Variant("glu", f"{activation} {case}", config, launch, 4 + written, **_scaled(spec))
     for activation in ACTIVATIONS:
         for config in range(2):
-            yield variant("glu_backward", activation, config, kernels.glu_backward_launch(activation, config), 10)
+            yield Variant("glu_backward", activation, config, kernels.glu_backward_launch(activation, config), 10)
     # The transpose step after a kernel on whole rows, and the kernel for longer rows.
-    yield variant("glu", "transposed copy of bytes", 0, kernels.TRANSPOSE, 2.0, q="*u8", qt="*u8")
+    yield Variant("glu", "transposed copy of bytes", 0, kernels.TRANSPOSE, 2.0, q="*u8", qt="*u8")
     wide = kernels.glu_launches("silu", QuantSpec(granularity=ROW), "both", kernels.WIDEST_ROW + 1)[0]
-    yield variant("glu", "silu e4m3/row both, wide", 0, wide, 10.0)
+    yield Variant("glu", "silu e4m3/row both, wide", 0, wide, 10.0)
 
 
 def optimizer_steps() -> Iterator[Variant]:
@@ -188,7 +176,7 @@ def optimizer_steps() -> Iterator[Variant]:
     for case, (dtype, compact, master) in kinds.items():
         moved = 3 * dtype.itemsize + (4.2 if compact else 16) + 4 * master
         launch = optimizers.launch((dtype, dtype, compact, master, compact, True))
-        yield variant("adamw", case, 0, launch, moved, tile=optimizers.PER * optimizers.GROUP)
+        yield Variant("adamw", case, 0, launch, moved, tile=optimizers.PER * optimizers.GROUP)
 
 
 def dequantizations() -> Iterator[Variant]:
@@ -197,27 +185,27 @@ def dequantizations() -> Iterator[Variant]:
         spec = QuantSpec.parse(text)
         scales = 1 / spec.granularity.columns if spec.granularity.columns else 0.0
         for config in range(len(dequantizers.CONFIGS)):
-            yield variant("dequantize", text, config, dequantizers.launch(spec, config), 3 + scales, **_scaled(spec))
+            yield Variant("dequantize", text, config, dequantizers.launch(spec, config), 3 + scales, **_scaled(spec))
 
 
 def adaptive_messages() -> Iterator[Variant]:
     for config, (per, _) in enumerate(messages.CONFIGS):
         for op, launch in zip(("adaptive_quantize", "adaptive_dequantize"), messages.launches(config), strict=True):
-            yield variant(op, ADAPTIVE.text, config, launch, 3 + 4 / GROUP, tile=per * GROUP)
+            yield Variant(op, ADAPTIVE.text, config, launch, 3 + 4 / GROUP, tile=per * GROUP)
 
 
 def cross_entropies() -> Iterator[Variant]:
     """With and without a cap, for logits of a vocabulary of 128 Ki."""
     for capped in (False, True):
         launch, trips = losses.launch(1 << 17, capped), (1 << 17) // losses.WIDEST
-        yield variant("cross_entropy", "capped" if capped else "plain", 0, launch, 6, trips=trips)
+        yield Variant("cross_entropy", "capped" if capped else "plain", 0, launch, 6, trips=trips)
 
 
 def grouped_gradients() -> Iterator[Variant]:
     steps = (*gradients.launches(QuantSpec.parse("e4m3/row"), True, True, True), gradients.ZERO_TAIL)
     for launch, moved in zip(steps, (2.0, 12.0, 4.0, 2.0), strict=True):
         case, tile = launch.kernel.fn.__name__.removesuffix("_kernel"), launch.constants.get("BLOCK")
-        yield variant("quantize_grouped", case, 0, launch, moved, tile=tile)
+        yield Variant("quantize_grouped", case, 0, launch, moved, tile=tile)
 
 
 ALL: tuple[Callable[..., Iterator[Variant]], ...] = (
