@@ -2,25 +2,24 @@
 fastest step that fits, as planned in FP8 and in bf16. Dense models take a minute each, those with many experts ten.
 """
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from benchmarks import command
-from benchmarks.environment import RESULTS, environment, write_json, write_text
+from benchmarks.environment import RESULTS, environment, read_json, write_json, write_text
 from benchmarks.pages import fill, table
 from octavo.experiments.fit_layout import Search, planned_steps
-from octavo.experiments.ready_models import PlannedStep, ReadyModel, StepLayout, ready_models, render
+from octavo.experiments.ready_models import PlannedStep, ReadyModel, ready_models, render
 from octavo.planner.devices import find_gpu
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "configurations.md"
 FILE = RESULTS / "simulated" / "configs.json"
+KEPT = TypeAdapter(dict[str, list[PlannedStep]])
 GPU, COUNTS = "h100", (1, 8, 64, 512)
 
 
@@ -35,12 +34,7 @@ def steps_of(model: ReadyModel) -> list[PlannedStep]:
 
 
 def read() -> dict[str, list[PlannedStep]]:
-    rows = json.loads(FILE.read_text(encoding="utf-8"))["rows"] if FILE.exists() else {}
-    return {name: [_step(**row) for row in steps] for name, steps in rows.items()}
-
-
-def _step(layout: dict[str, Any] | None, **row: Any) -> PlannedStep:
-    return PlannedStep(**row, layout=layout and StepLayout(**layout))
+    return KEPT.validate_python(read_json(FILE).get("rows", {}))
 
 
 def configuration(model: ReadyModel, steps: list[PlannedStep]) -> str:
@@ -86,7 +80,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     for name in () if options.document else options.models:
         planned = {name: steps_of(ready_models()[name])}
-        rows = {key: [asdict(step) for step in steps] for key, steps in (read() | planned).items()}
+        rows = KEPT.dump_python(read() | planned)
         in_order = {key: rows[key] for key in ready_models() if key in rows}
         write_json(FILE, environment(torch.device("cpu")) | {"rows": in_order})
     for name, steps in read().items():
