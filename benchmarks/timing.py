@@ -13,6 +13,7 @@ import torch
 
 CACHES = 2.0  # Buffers rotate over this many times the L2
 MOST_SETS = 24
+CPU_ROUNDS = 5
 ENOUGH_MS = 60.0  # Replays, and wall-clock rounds, go on for about this long
 
 Run = Callable[[], Any]
@@ -63,11 +64,8 @@ class CpuClock(Rehearsal):
 
     timed = True
 
-    def __init__(self, rounds: int = 5) -> None:
-        self.rounds = rounds
-
     def measure(self, runs: Sequence[Run], *, wall: bool = True) -> Timing:
-        times = [elapsed_ms(run, torch.device("cpu")) for _ in range(self.rounds) for run in runs]
+        times = [elapsed_ms(run, torch.device("cpu")) for _ in range(CPU_ROUNDS) for run in runs]
         return Timing(None, min(times), None, "wall")
 
 
