@@ -1,7 +1,5 @@
 """A Llama 3 8B decoder layer of fake tensors, in bf16, and the arms that it is compiled in."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,30 +14,20 @@ ARMS = ("bf16", *(f"octavo {recipe}" for recipe in RECIPES), *(f"stored {recipe}
 _ATTENTION = torch.library.Library("octavo_benchmarks", "DEF")
 _ATTENTION.define("attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
 _ATTENTION.define(
-    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse) -> (Tensor, Tensor, Tensor)"
+    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse) -> (Tensor, Tensor, Tensor)"
 )
-
-
-@torch.library.register_fake("octavo_benchmarks::attention", lib=_ATTENTION)
-def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.register_fake("octavo_benchmarks::attention_backward", lib=_ATTENTION)
-def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _backward(ctx: Any, g: Tensor, _: Tensor) -> Any:
-    return torch.ops.octavo_benchmarks.attention_backward(g, *ctx.saved_tensors)
-
-
+torch.library.register_fake(
+    "octavo_benchmarks::attention",
+    lambda q, k, v: (torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)), lib=_ATTENTION,
+)  # fmt: skip
+torch.library.register_fake(
+    "octavo_benchmarks::attention_backward", lambda g, *saved: tuple(map(torch.empty_like, saved[:3])), lib=_ATTENTION
+)
 torch.library.register_autograd(
     "octavo_benchmarks::attention",
-    _backward,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
-    lib=_ATTENTION,
-)
+    lambda ctx, g, _: torch.ops.octavo_benchmarks.attention_backward(g, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output), lib=_ATTENTION,
+)  # fmt: skip
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
