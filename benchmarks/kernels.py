@@ -16,9 +16,10 @@ from benchmarks.session import Row, Session, begin, parser, times
 from benchmarks.shapes import Shape
 from benchmarks.timing import Run, sets
 from octavo.kernels import fused, scaled_mm
-from octavo.kernels.gemm import SCALED_MM, Layout
+from octavo.kernels.gemm import SCALED_MM, cases_of
 from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize, quantize_pair
-from octavo.kernels.registry import OPS
+from octavo.kernels.registry import OPS, Case
+from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import FULL, TENSOR, QuantSpec
 from octavo.tensor import ScaledTensor
 
@@ -27,15 +28,9 @@ MATRICES = ((16384, 4096), (16384, 14336), (8192, 8192))
 TINY = ((64, 48), (33, 70))
 PER_ROW_FIRST = ("e4m3/row", "e4m3/tensor", "e5m2/tensor", "e4m3/column")
 ORDERS = ("rows", "both", "columns")
-CASES: dict[str, tuple[str, str, Layout]] = {
-    "rowwise forward": ("e4m3/row", "e4m3/row", "nt"),
-    "tensorwise forward": ("e4m3/tensor", "e4m3/tensor", "nt"),
-    "rowwise dgrad": ("e4m3/row", "unit", "nn"),
-    "rowwise wgrad": ("e4m3/column", "unit", "tn"),
-    "tensorwise dgrad": ("e5m2/tensor", "e4m3/tensor", "nn"),
-    "blockwise forward": ("e4m3/1x128", "e4m3/128x128", "nt"),
-    "mxfp8 forward": ("e4m3/1x32/e8m0", "e4m3/1x32/e8m0", "nt"),
-}
+_PRODUCTS = ("rowwise forward", "tensorwise forward", "rowwise dgrad", "rowwise wgrad", "tensorwise dgrad",
+             "blockwise forward", "mxfp8 forward")  # fmt: skip
+CASES = {name: cases_of(RECIPES[name.split()[0]])[name.split()[1]] for name in _PRODUCTS}
 """Products: specs of A and B as the registry's cases name them, and the layout."""
 REFERENCES = {"cuBLAS by tensor, fast": True, "cuBLAS by tensor, exact": False}
 
@@ -176,7 +171,7 @@ def _sets(session: Session, shape: Shape) -> int:
     return sets(m * k + k * n + 2 * m * n, session.clock.l2_bytes) if session.gpu else 1
 
 
-def operands(session: Session, shape: Shape, case: tuple[str, str, Layout]) -> tuple[ScaledTensor, ScaledTensor]:
+def operands(session: Session, shape: Shape, case: Case) -> tuple[ScaledTensor, ScaledTensor]:
     (m, k, n), (a_text, b_text, layout) = shape, case
     made = []
     for text, size, transposed, columns in (
