@@ -281,12 +281,9 @@ class Runner:
     def _keep_tests(self, text: list[str], outcome: Outcome) -> None:
         verdicts = {}
         for line in text:
-            parallel = re.match(r"\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED|XFAIL\w*) (\S.*)", line)
-            serial = re.match(r"(tests/\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL\w*)", line)
-            if parallel:
-                verdicts[parallel[2].strip()] = parallel[1]
-            elif serial:
-                verdicts[serial[1]] = serial[2]
+            in_order = re.sub(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (\S.*?) *$", r"\2 \1", line)  # as without workers
+            if verdict := re.match(r"(tests/\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL\w*)", in_order):
+                verdicts[verdict[1]] = verdict[2]
         rows: list[dict[str, Any]] = [{"stage": "test", "case": name, "result": how} for name, how in verdicts.items()]
         reasons = [line for line in text if line.startswith(("FAILED ", "ERROR "))]
         for row in rows:

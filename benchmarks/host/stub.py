@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -128,14 +129,7 @@ def choose_as_an_h100(*devices: torch.device) -> None:
             no_grouped = op.name == "grouped_mm" and case[2:] not in (("nt", ""), ("nn", ""))
             name = "torch_scaled" if "torch_scaled" in op.backends and not no_grouped else "triton"
             op._chosen.update({(device, case): op.backends[name] for device in devices})
-    torch_scaled._SUPPORTED = AllSupported()
-
-
-class AllSupported(dict[Any, bool]):
-    """Results of probes, all of them good."""
-
-    def get(self, key: Any, default: Any = None) -> bool:
-        return True
+    torch_scaled._SUPPORTED = SimpleNamespace(get=lambda key: True)  # results of probes, all of them good
 
 
 def _product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> Tensor:
