@@ -91,25 +91,22 @@ class Prices:
     """
 
     def __init__(self, folders: Sequence[Path] = (), *, warm: bool = False, quick: bool = False) -> None:
-        self.starts = {"tests": 0.0}
-        self._measured: dict[tuple[str, str], float] = {}
-        self._sure: set[str] = set()
+        self.starts, self._measured = {"tests": 0.0}, dict[Part, float]()
         for stage in STAGES:
             files = (read_json(folder / f"{stage}.json") for folder in folders)
             content = next((each for each in files if each and "note" not in each), {})
-            names, seconds = {part.name for part in PARTS if part.stage == stage}, Counter[str]()
+            parts, seconds = {part.name: part for part in PARTS if part.stage == stage}, Counter[str]()
             for row in content.get("rows", []):
-                seconds[part_of(row) if part_of(row) in names else ALL] += row.get("took_s", 0.0)
+                seconds[part_of(row) if part_of(row) in parts else ALL] += row.get("took_s", 0.0)
             seconds[ALL] += content.get("seconds", 0.0)  # pytest's
-            self._measured |= {(stage, name): cost for name, cost in seconds.items() if cost}
             self.starts |= {stage: content["start_s"]} if "start_s" in content else {}
-            if warm and content.get("stopped") == "done" and ("--quick" in content.get("arguments", [])) <= quick:
-                self._sure.add(stage)
+            # A measurement of some of its rows or with warm caches does not lower the estimate.
+            sure = warm and content.get("stopped") == "done" and ("--quick" in content.get("arguments", [])) <= quick
+            costs = {parts[name]: cost for name, cost in seconds.items() if cost and name in parts}
+            self._measured |= {part: cost for part, cost in costs.items() if sure or cost >= part.seconds}
 
     def of(self, part: Part) -> float:
-        """Seconds of a part. A measurement of some of its rows or with warm caches does not lower the estimate."""
-        measured = self._measured.get((part.stage, part.name), part.seconds)
-        return measured if part.stage in self._sure else max(measured, part.seconds)
+        return self._measured.get(part, part.seconds)
 
     def total(self, parts: Sequence[Part]) -> float:
         starts = (self.starts.get(stage, START_S) for stage in {part.stage for part in parts})
@@ -128,7 +125,7 @@ class Prices:
         chosen = self.choose(parts, left)
         lines = [f"{'stage':<10} {'part':<18} {'importance':>10} {'start s':>8} {'s':>6}  {'price':<9} fits"]
         for part in sorted(parts, key=lambda part: -part.importance):
-            source = "measured" if self._measured.get((part.stage, part.name)) == self.of(part) else "estimate"
+            source = "measured" if part in self._measured else "estimate"
             fits = ("yes" if self.total(chosen) <= left else "in part") if part in chosen else "no"
             numbers = f"{part.importance:>10} {self.starts.get(part.stage, START_S):>8.0f} {self.of(part):>6.0f}"
             lines.append(f"{part.stage:<10} {part.name:<18} {numbers}  {source:<9} {fits}")
