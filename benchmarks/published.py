@@ -215,16 +215,26 @@ def make_step(session: Session, workload: Workload, arm: str) -> Run:
     return train_step
 
 
-def fitted(workload: Workload, free: float) -> Workload:
-    """A training step with as many layers as two models may have in `free` bytes."""
+def sized(session: Session, workload: Workload) -> Workload:
+    """The workload as it is measured here: a training step with as many layers as two models may have."""
     model, hidden, tokens = workload.size, workload.size.hidden, workload.size.tokens
+    if session.tiny:
+        block = layer.TINY["tiny-llama" if model.heads else "tiny-block"]
+        return replace(workload, size=TINY.get(workload.make, block))
+    if workload.make != "step" or not session.gpu:
+        return workload
     kv = hidden * model.kv_heads // model.heads
     parameters = 2 * hidden * (hidden + kv) + 3 * hidden * model.intermediate
     # 8 bytes per parameter: bf16 weight, gradient, two moments. Saved per token: norms and MLP.
     one = 2 * 8 * parameters + tokens * (24 * hidden + 8 * model.intermediate)
     rest = 2 * 8 * 2 * model.vocabulary * hidden + 14 * tokens * model.vocabulary
+    free = torch.cuda.mem_get_info(session.device)[0]
     layers = int(min(max((MEMORY * free - rest) // one, 1), model.layers))
     return replace(workload, size=replace(model, layers=layers))
+
+
+def made(session: Session, workload: Workload, arm: str) -> Run:
+    return (make_step if workload.make == "step" else make_layer)(session, workload, arm)
 
 
 def beside(workload: Workload, arm: str, figures: Row, layers: int | None = None) -> Row:
@@ -247,32 +257,18 @@ def beside(workload: Workload, arm: str, figures: Row, layers: int | None = None
     return row
 
 
-class Turns:
-    """The arms of one workload; its bf16 is built once."""
-
-    def __init__(self, session: Session, workload: Workload) -> None:
-        self.session, self.step = session, workload.make == "step"
-        self.base: Run | None = None
-        if session.tiny:
-            block = layer.TINY["tiny-llama" if workload.size.heads else "tiny-block"]
-            workload = replace(workload, size=TINY.get(workload.make, block))
-        self.layers = workload.size.layers if self.step else None
-        if self.step and session.gpu:
-            workload = fitted(workload, torch.cuda.mem_get_info(session.device)[0])
-        self.workload = workload
-
-    def measure(self, arm: str) -> Row:
-        session, workload = self.session, self.workload
-        make: Callable[..., Run] = make_step if self.step else make_layer
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.base = self.base or make(session, workload, "bf16")
-            run = self.base if arm == "bf16" else make(session, workload, arm)
-        for warm in (self.base, run) * (0 if session.tiny else WARMUP):
-            warm()
-        clock = functools.partial(by_the_clock, session, STEPS) if self.step else None
-        figures = in_turns(session, [self.base], [run], clock)
-        return figures | beside(workload, arm, figures, self.layers)
+def measure(session: Session, workload: Workload, base: Callable[[], Run], arm: str, layers: int) -> Row:
+    """An arm in turns with bf16, which is built once; `layers` of the published model."""
+    trains = workload.make == "step"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bf16 = base()
+        run = bf16 if arm == "bf16" else made(session, workload, arm)
+    for warm in (bf16, run) * (0 if session.tiny else WARMUP):
+        warm()
+    clock = functools.partial(by_the_clock, session, STEPS) if trains else None
+    figures = in_turns(session, [bf16], [run], clock)
+    return figures | beside(workload, arm, figures, layers if trains else None)
 
 
 def main(arguments: list[str]) -> None:
@@ -283,16 +279,14 @@ def main(arguments: list[str]) -> None:
     arms = [arm.name for (arm,) in available([(arm,) for arm in named(*ARMS)])]
     wanted = session.options.workloads or names[: QUICK if session.options.quick else None]
     for workload in (workload for workload in WORKLOADS if workload.name in wanted):
-        turns = None
+        here = sized(session, workload)
+        base = functools.cache(functools.partial(made, session, here, "bf16"))
         for arm in arms[:3] if session.options.quick else arms:
             identity: Row = {"stage": "published", "case": workload.name, "arm": arm, "mode": workload.mode}
-            if session.left_s < 0:
-                break
-            turns = turns or Turns(session, workload)
-            row = session.attempt(identity, turns.measure, arm) or {}
+            row = session.attempt(identity, measure, session, here, base, arm, workload.size.layers) or {}
             if row.get("speedup") and row.get("published_speedup"):
                 print(f"    {row['published_arm']}, published: {row['published_speedup']:.2f} × bf16", flush=True)
-        turns = None
+        base.cache_clear()
         torch._dynamo.reset()  # which keeps all arms of a workload compiled, before the next asks for free memory
         session.clean()
     session.finish()
