@@ -23,7 +23,7 @@ from benchmarks.session import Row, Session, begin, parser
 from octavo.experiments.compare_report import to_json
 from octavo.experiments.compare_runs import Arm, compare, make_arms
 from octavo.experiments.curves import Curves, smooth
-from octavo.train.record.metrics import METRICS_FILE, read_metrics
+from octavo.train.record.metrics import read_metrics
 from octavo.train.record.progress import NullProgress
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
@@ -68,8 +68,7 @@ def stopping_after(seconds: float | None, again: float = 2.0) -> Iterator[None]:
 
 def curve_of(folder: Path) -> dict[str, Any] | None:
     """Steps, tokens, seconds and smoothed losses of a run so far; None before the first step."""
-    metrics = read_metrics(folder) if (folder / METRICS_FILE).exists() else []
-    if not metrics:
+    if not (metrics := read_metrics(folder)):
         return None
     losses = smooth(Curves.of(metrics).loss)
     return {

@@ -5,7 +5,6 @@ import importlib
 import json
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections import Counter
@@ -64,9 +63,6 @@ def _import_all() -> None:
 @contextmanager
 def _limit(seconds: float) -> Iterator[None]:
     """Raise _TimeLimit in the main thread after a time, and each second after that in case somebody swallows it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def stop(number: int, frame: Any) -> None:
         raise _TimeLimit
