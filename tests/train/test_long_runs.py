@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import assert_same, killed, losses
 
+from octavo.cli.training import _supervised
 from octavo.train import RunResult, parse_config, read_metrics, run
 from octavo.train.checkpoint.retention import checkpoints, held_out_loss, obsolete_checkpoints
 from octavo.train.record.metrics import RESTART, add_event, read_events
@@ -245,6 +246,12 @@ def test_a_restart_that_is_not_recorded_is_said(tmp_path):
     code, _, notes = supervised(tmp_path, [-9, 0], resume=True)
     message = r"the restart is not recorded: .*events\.jsonl cannot be written: Is a directory"
     assert code == 0 and re.fullmatch(message, notes[1])
+
+
+def test_a_command_with_a_double_dash_is_supervised(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["octavo", "train", "--", "a.toml"])
+    monkeypatch.setattr("octavo.train.signals.supervise", lambda command, out, **options: command[2:])
+    assert _supervised(tmp_path, resume=False, restarts=1) == ["octavo", "train", "a.toml", "--supervised"]
 
 
 def test_a_restart_is_recorded_after_an_event_that_a_kill_left_unfinished(make_config, tmp_path):

@@ -145,7 +145,8 @@ def _supervised(folder: Path, *, resume: bool, restarts: int) -> int:
     if under_torchrun():
         problem = f"run.restarts = {restarts} is for octavo train without torchrun"
         raise ConfigError(f"{problem}: leave it out, and give torchrun --max-restarts {restarts}")
-    command = [sys.executable, "-m", "octavo", *sys.argv[1:], "--supervised"]
+    words = [word for word in sys.argv[1:] if word != "--"]  # after which no option could be added
+    command = [sys.executable, "-m", "octavo", *words, "--supervised"]
     return supervise(command, folder, resume=resume, restarts=restarts, note=partial(print_plain, stderr()))
 
 
