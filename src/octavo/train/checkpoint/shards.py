@@ -121,7 +121,7 @@ def _dcp(written: Path | None = None) -> Iterator[None]:
             yield
     except CheckpointException as error:  # that of a lost rank is none
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        reason = f"rank {rank}: {' '.join(str(cause).split())[:300]}"
+        reason = f"rank {rank}: {' '.join(str(cause).split())[:1000]}"
         if written is None:
             raise ConfigError(reason) from None
         # For a full disk, torch.save raises a RuntimeError.
