@@ -19,10 +19,11 @@ def test_direct_launches_are_those_of_triton():
         "an_unwritable_cache_is_said_once", "linears_launch_as_their_plans", "scales_with_gaps_are_copied",
         "promoted_products_launch_their_warps_and_the_loader",
         "products_pass_what_triton_passes", "grouped_products_pass_what_triton_passes",
-        "a_cold_start_compiles_few_kernels",
     )  # fmt: skip
-    launches = json.loads(run_python("tests/kernels/stub_launches.py", *names).splitlines()[-1])
-    assert launches == {name: [] for name in names}
+    # What is counted as compiled must not have been compiled before, in the same process.
+    for part in (names, ("a_cold_start_compiles_few_kernels",)):
+        launches = json.loads(run_python("tests/kernels/stub_launches.py", *part).splitlines()[-1])
+        assert launches == {name: [] for name in part}
 
 
 COUNTS = {  # launches of Triton, kernels in all, and at most so many dispatches and Python calls
