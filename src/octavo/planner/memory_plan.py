@@ -1,6 +1,7 @@
 """MemoryPlan: the memory of one GPU in a training step, by category, predicted without allocating anything."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,7 +27,7 @@ FORECAST_KINDS = (PARAMETERS, STATES, GRADIENTS, ACTIVATIONS, TEMPORARIES, GATHE
 """Categories of memory in a forecast; buffers and the batch are "other"."""
 _NOTHING = dict.fromkeys((*KINDS, GATHERED), 0)
 MOST_LAYERS = 12  # Maximum rows of layers in a printed table; the rest is summed
-MOST_EVENTS = 5_000  # Of a step that is traced in the search for the largest batch
+MOST_OUTPUTS = 5_000  # Tensors that the operations of a step may return for it to be traced as a check
 MOST_SEQUENCES = 2**30  # Upper bound on the batch in searches
 
 
@@ -44,7 +45,7 @@ class MemoryPlan(Displayed):
     saved_by_dtype: Mapping[str, int] = field(default_factory=dict)  # Saved by a forward; empty in a forecast
     saved_by_layer: Mapping[str, int] = field(default_factory=dict)  # The same by the module that saves them
     notes: tuple[str, ...] = ()  # Remarks for the reader
-    events: int = 0  # Number of storages that begin or end in the traced step
+    outputs: int = 0  # Number of tensors that the operations of the traced step return
     traced_blocks: tuple[int, int] = (0, 0)  # Number of blocks that were run, and of all blocks
     # What a GPU hands to collectives of tokens in a micro-batch, for each stage of a pipeline.
     messages: Sequence[Mapping[tuple[str, bool], int]] = ()
@@ -54,8 +55,12 @@ class MemoryPlan(Displayed):
     _fitting: dict[int, int] = field(default_factory=dict, compare=False)  # Largest batches that were searched for
 
     @cached_property
+    def _peaks(self) -> dict[str, MemorySample]:
+        return self.series.peaks
+
+    @cached_property
     def _at_peak(self) -> MemorySample:
-        return self.series.peak
+        return max(self._peaks.values(), key=lambda peak: peak.total)
 
     @property
     def peak(self) -> int:
@@ -88,28 +93,32 @@ class MemoryPlan(Displayed):
         Raises:
             ValueError: If the plan was built by hand, or the peak does not grow with the batch.
         """
+        # Plans another batch, twice this one or a smaller one that may fit, and follows the line of each phase of the
+        # step to the limit. One more plan checks the answer, unless its step has too many operations, as of a model
+        # that runs its images one by one.
         if self.replan is None:
             raise ValueError("this plan was built by hand: make a new plan to vary the batch")
         if limit_bytes not in self._fitting:
-            peaks = {self.batch: self.peak}
-            self._fitting[limit_bytes] = largest_fitting(self._peak_of(self.replan), peaks, limit_bytes)
+            self._fitting[limit_bytes] = self._search_largest(self.replan, limit_bytes)
         return self._fitting[limit_bytes]
 
-    def _peak_of(self, replan: "Callable[[int], MemoryPlan]") -> Callable[[int], int]:
-        # A step of too many events, as of a model that runs its images one by one, takes hours to trace: its peak is
-        # that on the lines through the phases of two steps.
-        others: list[MemoryPlan] = []
-
-        def peak(batch: int) -> int:
-            for other in others[:1]:
-                more, extra = batch - self.batch, other.batch - self.batch
-                if self.events + (other.events - self.events) * more // extra > MOST_EVENTS:
-                    known = [(p.total, other.series.peaks[phase].total) for phase, p in self.series.peaks.items()]
-                    return max(size - (size - last) * more // extra for size, last in known)
-            others.append(replan(batch))
-            return others[-1].peak
-
-        return peak
+    def _search_largest(self, replan: "Callable[[int], MemoryPlan]", limit_bytes: int) -> int:
+        slope = (self.at_peak[ACTIVATIONS] + self.at_peak[TEMPORARIES]) / self.batch
+        fits = self.peak <= limit_bytes
+        if not fits and self.batch == 1:
+            return 0
+        excess = math.ceil((self.peak - limit_bytes) / max(slope, 1.0))
+        other = replan(2 * self.batch if fits else min(max(self.batch - excess, 1), self.batch - 1))
+        if other.batch == 1 and other.peak > limit_bytes:
+            return 0
+        peaks, extra = {plan.batch: plan.peak for plan in (self, other)}, other.batch - self.batch
+        # Bytes that `extra` sequences add in each phase, so that a smaller batch has fewer in both.
+        known = [(peak.total, other._peaks[phase].total - peak.total) for phase, peak in self._peaks.items()]
+        lasts = [self.batch + (limit_bytes - size) * extra // grown for size, grown in known if grown * extra > 0]
+        most = min(lasts, default=0)
+        if most > 0 and self.outputs + (other.outputs - self.outputs) / extra * (most - self.batch) > MOST_OUTPUTS:
+            return most
+        return largest_fitting(lambda size: replan(size).peak, peaks, limit_bytes)
 
     def to_json(self) -> str:
         names = ("label", "device", "batch", "tokens", "peak", "phase", "at_peak", "largest",
@@ -130,7 +139,7 @@ def with_saved(plan: MemoryPlan, saved: Audit) -> MemoryPlan:
 
 
 def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_bytes: int) -> int:
-    """Return the largest batch whose peak is at most `limit_bytes`; 0 if none fits. `peaks` has one or more."""
+    """Return the largest batch whose peak is at most `limit_bytes`; 0 if none fits. `peaks` has two or more."""
     # A peak is a maximum of sums that are linear in the batch, so it is convex: two known peaks bound all others, from
     # above between them and from below outside. A few evaluations suffice.
     while True:

@@ -149,11 +149,10 @@ class Workload:
         series = series.merge(BLOCK_GRADIENTS, GRADIENTS)
         if config.copies > 1 and config.shards == 1:  # DDP's buckets hold all gradients a second time
             series = series.plus({GATHERED: blocks * block.gradients + whole.rest.gradients}, {})
-        count, events = whole.stacks[0].few if whole.stacks else blocks, whole.traced.events
+        count = whole.stacks[0].few if whole.stacks else blocks
         return MemoryPlan(
             batch=size, tokens=whole.traced.tokens, series=series, traced_blocks=(count, blocks),
-            events=len(events.forward) + len(events.backward), messages=(whole.messages,), notes=self.notes,
-            replan=self.memory,
+            outputs=whole.traced.outputs, messages=(whole.messages,), notes=self.notes, replan=self.memory,
         )  # fmt: skip
 
 

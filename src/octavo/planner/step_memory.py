@@ -163,6 +163,7 @@ class Timeline(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[Any]] = {}
         # Bytes handed to collectives, by operation and whether that is in backward.
         self.messages: dict[tuple[str, bool], int] = {}
+        self.outputs = 0
         self._phase = ""
         self._in_backward = False
         self._marks: dict[str, int] = {}
@@ -238,6 +239,7 @@ class Timeline(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
+                self.outputs += 1
                 self._number(leaf)
         return out
 
@@ -298,6 +300,7 @@ class StepTrace:
     block: ShardGroup  # Parameters of the largest block
     rest: ShardGroup  # Parameters outside the blocks
     messages: Sent = field(default_factory=dict)
+    outputs: int = 0  # Number of tensors that its operations return
 
     @property
     def amounts(self) -> Counter[tuple[Any, ...]]:
@@ -343,7 +346,7 @@ def follow_step(
     reduced = (0.0, FP8_BYTES_PER_ELEMENT) if step_config.fp8_reduce else (step_config.reduce_bytes,) * 2
     return StepTrace(
         events=timeline.events(), tokens=max(tensors[0].numel(), 1), block=_group(largest, in_fp8, reduced[0]),
-        rest=_group(outside, in_fp8, reduced[1]), messages=timeline.messages,
+        rest=_group(outside, in_fp8, reduced[1]), messages=timeline.messages, outputs=timeline.outputs,
     )  # fmt: skip
 
 
